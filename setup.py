@@ -29,7 +29,7 @@ setup(
         "cli": ["rich>=13", "openai>=1"],  # tables and progress; the client of the demo
     },
     entry_points={
-        "torch.backends": ["dlinfer_ext = dlinfer_ext.framework.autoload:register"],
+        "torch.backends": ["dlinfer_ext = dlinfer_ext.framework.lmdeploy.autoload:register"],
         "console_scripts": ["dlinfer-ext = dlinfer_ext.cli.main:main"],
     },
     classifiers=["License :: OSI Approved :: Apache Software License", "Operating System :: POSIX :: Linux"],

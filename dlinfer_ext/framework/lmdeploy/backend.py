@@ -1,0 +1,59 @@
+"""LMDeploy's Ascend backend with our operators behind its gated-delta specs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmdeploy.pytorch.backends.causal_conv1d import CausalConv1dBuildSpec
+from lmdeploy.pytorch.backends.dlinfer.ascend.op_backend import AscendOpsBackend
+from lmdeploy.pytorch.backends.gated_delta_rule import GatedDeltaMetaBuildSpec, GatedDeltaRuleBuildSpec
+
+from .gated_delta import CausalConv1d, GatedDeltaMetadataBuilder, GatedDeltaRule
+
+_IMPLEMENTATIONS = {
+    GatedDeltaMetaBuildSpec: GatedDeltaMetadataBuilder,
+    GatedDeltaRuleBuildSpec: GatedDeltaRule,
+    CausalConv1dBuildSpec: CausalConv1d,
+}
+
+
+class GatedDeltaAscendBackend(AscendOpsBackend):  # type: ignore[misc]
+    """The Ascend backend; every spec that is not ours goes to LMDeploy's own."""
+
+    @classmethod
+    def build_op(cls, spec: Any, *, enable_deterministic: bool = False) -> Any:
+        implementation = _IMPLEMENTATIONS.get(type(spec))
+        if implementation is not None:
+            return implementation()
+        return super().build_op(spec, enable_deterministic=enable_deterministic)
+
+    @classmethod
+    def update_step_context(cls, step_context: Any) -> Any:
+        """Build the step's metadata without LMDeploy's ring offsets.
+
+        LMDeploy reads the length of a convolution row as `states_shapes[0][0][0]`, which is the number of delta layers
+        under its own 0.18 shapes: wrong offsets, and a crash when there are fewer layers than drafts. Our metadata
+        computes them itself; only `cache_seqlens` and `has_initial_state` are set here, which the card's graph
+        runner copies.
+        """
+        config = step_context.model_config
+        gated = config.is_gated_delta
+        config.is_gated_delta = False
+        try:
+            context = super().update_step_context(step_context)
+        finally:
+            config.is_gated_delta = gated
+        if gated:
+            meta = context.attn_metadata
+            meta.cache_seqlens = (context.kv_seqlens - context.q_seqlens).contiguous()
+            if not (meta.is_decoding or meta.is_multi_token_decoding):
+                meta.has_initial_state = meta.cache_seqlens > 0
+        return context
+
+    @staticmethod
+    def init() -> None:
+        """Let the vendor initialise, then put our patches on top: dlinfer's older ones would win otherwise."""
+        from .patches import reapply
+
+        AscendOpsBackend.init()
+        reapply()

@@ -1,0 +1,259 @@
+"""The seams of LMDeploy that this package relies on, as data, and the check that a host still has them.
+
+The check reads the host's source with `ast`: nothing is imported, so any wheel or checkout can be checked. A seam that
+does not fit is named together with the LMDeploy version, and is fatal: a changed signature that is not noticed corrupts
+state silently.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final
+
+BACKENDS: Final = "lmdeploy.pytorch.backends"
+ASCEND: Final = "lmdeploy.pytorch.backends.dlinfer.ascend"
+
+
+class HostMismatch(RuntimeError):
+    """LMDeploy does not have a seam in the form this package relies on."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One function, class or set of fields of the host.
+
+    Attributes:
+        hook: the hook it belongs to (H1 … H9, docs/en/hosts.md).
+        module: dotted module name.
+        name: qualified name in it.
+        parameters: the parameter names in order for a function ("*" and "**" included), the annotated fields needed
+            for a class, or None where existence is enough.
+        why: what this package does with it.
+    """
+
+    hook: str
+    module: str
+    name: str
+    parameters: tuple[str, ...] | None
+    why: str
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+SEAMS: Final = (
+    Seam("H2", f"{ASCEND}.op_backend", "AscendOpsBackend", None, "the class we derive from"),
+    Seam("H2", f"{BACKENDS}.selector", "_get_backend", (), "re-imports the backend's name at each call"),
+    Seam(
+        "H3",
+        f"{BACKENDS}.dlinfer.op_backend",
+        "DlinferOpsBackend.build_op",
+        _names("cls spec * enable_deterministic"),
+        "we answer the gated-delta specs and pass the others on",
+    ),
+    Seam("H3", f"{BACKENDS}.gated_delta_rule", "GatedDeltaMetaBuildSpec", None, "answered with our metadata"),
+    Seam("H3", f"{BACKENDS}.gated_delta_rule", "GatedDeltaRuleBuildSpec", None, "answered with our rule"),
+    Seam("H3", f"{BACKENDS}.causal_conv1d", "CausalConv1dBuildSpec", None, "answered with our convolution"),
+    Seam(
+        "H3",
+        f"{BACKENDS}.gated_delta_rule",
+        "GatedDeltaMetaImpl.forward",
+        _names("self num_tokens conv_kernel_size state_ids attn_metadata"),
+        "the metadata builder's call form",
+    ),
+    Seam(
+        "H3",
+        f"{BACKENDS}.gated_delta_rule",
+        "GatedDeltaMeta.__init__",
+        _names("self num_tokens conv_kernel_size state_ids attn_metadata"),
+        "Qwen3-Next builds the metadata directly",
+    ),
+    Seam(
+        "H3",
+        f"{BACKENDS}.gated_delta_rule",
+        "GatedDeltaRuleImpl.forward",
+        _names(
+            "self query key value b a dt_bias a_log_exp recurrent_state gated_delta_meta kv_ratio "
+            "use_qk_l2norm_in_kernel"
+        ),
+        "the rule's call form",
+    ),
+    Seam(
+        "H3",
+        f"{BACKENDS}.causal_conv1d",
+        "CausalConv1dImpl.forward",
+        _names("self x weight bias conv_state gated_delta_meta activation"),
+        "the convolution's call form",
+    ),
+    Seam(
+        "H4",
+        f"{ASCEND}.op_backend",
+        "AscendOpsBackend.update_step_context",
+        _names("cls step_context"),
+        "we keep its ring offsets off: it takes the number of delta layers for the length of a row",
+    ),
+    Seam(
+        "H4",
+        f"{BACKENDS}.dlinfer.attention",
+        "DlinferAttentionMetadata",
+        _names("cu_seqlens_q_cpu kv_seqlens_cpu has_initial_state is_multi_token_decoding cache_seqlens"),
+        "fields read and set by our metadata",
+    ),
+    Seam(
+        "H5",
+        "lmdeploy.pytorch.nn.gated_delta",
+        "build_rmsnorm_gated",
+        _names("hidden_size eps **kwargs"),
+        "replaced: it imports fla",
+    ),
+    Seam(
+        "H6",
+        f"{ASCEND}.op_backend",
+        "AscendOpsBackend.build_graph_runner",
+        _names("model model_config cache_config backend_config device"),
+        "the CPU vendor runs without graphs",
+    ),
+    Seam("H6", f"{ASCEND}.op_backend", "AscendOpsBackend.init", (), "installs the vendor; our patches follow it"),
+    Seam(
+        "H6",
+        f"{ASCEND}.op_backend",
+        "AscendOpsBackend.get_k_block_shape",
+        _names("block_size num_heads head_size dtype"),
+        "asks the card's name; the CPU vendor answers without",
+    ),
+    Seam(
+        "H7",
+        "lmdeploy.pytorch.engine.executor.mp_executor",
+        "Notifier.wait_async",
+        _names("self"),
+        "replaced on the CPU: it blocks the event loop in a barrier",
+    ),
+    Seam(
+        "H8",
+        "lmdeploy.pytorch.config",
+        "_update_torch_dtype",
+        _names("config dtype device_type"),
+        "wrapped on the CPU: fp32",
+    ),
+    Seam(
+        "H9",
+        "lmdeploy.pytorch.configurations.qwen3_5",
+        "Qwen3_5ModelConfigBuilder.build",
+        _names("cls hf_config model_path tp is_draft_model spec_method num_spec_tokens **kwargs"),
+        "wrapped: the convolution pool becomes position-major",
+    ),
+    Seam(
+        "H9",
+        "lmdeploy.pytorch.configurations.qwen3_next",
+        "Qwen3NextModelConfigBuilder.build",
+        _names("cls hf_config model_path tp **kwargs"),
+        "wrapped: the convolution pool becomes position-major",
+    ),
+)
+
+
+@cache
+def host_version() -> str | None:
+    """Return the installed LMDeploy version without importing it, or None."""
+    try:
+        return importlib.metadata.version("lmdeploy")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def known_hosts() -> dict[str, Any]:
+    """Return configs/hosts.json: the host versions tried, and how."""
+    text = (files("dlinfer_ext.configs") / "hosts.json").read_text(encoding="utf-8")
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+def host_root() -> Path:
+    """Return the folder that holds the installed `lmdeploy` package.
+
+    Raises:
+        HostMismatch: LMDeploy is not installed.
+    """
+    spec = importlib.util.find_spec("lmdeploy")
+    if spec is None or not spec.submodule_search_locations:
+        raise HostMismatch("LMDeploy is not installed: see docs/en/install.md for the pinned version")
+    return Path(next(iter(spec.submodule_search_locations))).parent
+
+
+def _source(root: Path, module: str) -> ast.Module | None:
+    base = root.joinpath(*module.split("."))
+    for path in (base.with_suffix(".py"), base / "__init__.py"):
+        if path.is_file():
+            return ast.parse(path.read_text(encoding="utf-8"))
+    return None
+
+
+def _find(tree: ast.Module, name: str) -> ast.AST | None:
+    node: ast.AST = tree
+    for part in name.split("."):
+        found = [
+            n
+            for n in ast.iter_child_nodes(node)
+            if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and n.name == part
+        ]
+        if not found:
+            return None
+        node = found[-1]
+    return node
+
+
+def _parameters(node: ast.AST) -> tuple[str, ...]:
+    if isinstance(node, ast.ClassDef):
+        return tuple(n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name))
+    assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    a = node.args
+    star = ([f"*{a.vararg.arg}"] if a.vararg else ["*"]) if a.vararg or a.kwonlyargs else []
+    names = [x.arg for x in (*a.posonlyargs, *a.args)] + star + [x.arg for x in a.kwonlyargs]
+    return (*names, f"**{a.kwarg.arg}") if a.kwarg else tuple(names)
+
+
+def check(seam: Seam, root: Path) -> str | None:
+    """Return why a seam does not fit the LMDeploy below `root`, or None."""
+    tree = _source(root, seam.module)
+    if tree is None:
+        return f"module {seam.module} does not exist"
+    node = _find(tree, seam.name)
+    if node is None:
+        return f"{seam.module} has no {seam.name}"
+    if seam.parameters is None:
+        return None
+    got = _parameters(node)
+    if isinstance(node, ast.ClassDef):
+        missing = [p for p in seam.parameters if p not in got]
+        return f"{seam.module}.{seam.name} lacks the fields {', '.join(missing)}" if missing else None
+    if got != seam.parameters:
+        return f"{seam.module}.{seam.name} takes ({', '.join(got)}); wanted ({', '.join(seam.parameters)})"
+    return None
+
+
+def mismatches(root: Path | None = None, hooks: tuple[str, ...] | None = None) -> list[tuple[Seam, str]]:
+    """Return every seam that does not fit, with why; `hooks` limits the check to some hooks."""
+    root = root or host_root()
+    results = ((s, check(s, root)) for s in SEAMS if hooks is None or s.hook in hooks)
+    return [(s, why) for s, why in results if why is not None]
+
+
+def require(hooks: tuple[str, ...]) -> None:
+    """Raise HostMismatch with every seam of these hooks that does not fit the installed LMDeploy."""
+    wrong = mismatches(hooks=hooks)
+    if wrong:
+        lines = "\n".join(f"  {s.hook} ({s.why}): {why}" for s, why in wrong)
+        tried = ", ".join(known_hosts()["lmdeploy"])
+        raise HostMismatch(
+            f"LMDeploy {host_version()} does not have the seams that dlinfer_ext relies on:\n{lines}\n"
+            f"Versions tried: {tried}. Install one of them, or set DLINFER_EXT_AUTOLOAD=0 to run LMDeploy without "
+            "dlinfer_ext."
+        )

@@ -1,0 +1,104 @@
+"""What LMDeploy needs on a machine with no card, beyond `torch.cuda` names: backend answers, the mp notifier, fp32."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ... import envs
+
+
+def backend_class() -> type:
+    """Return the CPU's backend: the Ascend one, with the answers that would ask a card."""
+    from lmdeploy.pytorch.backends.graph_runner import GraphRunner
+
+    from ...vendor.cpu import cuda_names
+    from .backend import GatedDeltaAscendBackend
+
+    class CpuOpsBackend(GatedDeltaAscendBackend):
+        """LMDeploy's device_type="ascend" on a CPU; the operators are the Ascend adapter's."""
+
+        @staticmethod
+        def get_k_block_shape(block_size: int, num_heads: int, head_size: int, dtype: Any) -> tuple[int, ...]:
+            return (block_size, num_heads, head_size)
+
+        get_v_block_shape = get_k_block_shape
+
+        @staticmethod
+        def build_graph_runner(
+            model: Any, model_config: Any, cache_config: Any, backend_config: Any, device: Any
+        ) -> Any:
+            return GraphRunner(model, model_config, cache_config, backend_config, device)
+
+        @staticmethod
+        def init() -> None:
+            cuda_names.install()
+
+        @staticmethod
+        def ccl_backend() -> str:
+            return "gloo"
+
+        @staticmethod
+        def device_count() -> int:
+            return len(os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "0").split(","))
+
+        @staticmethod
+        def support_ray() -> bool:
+            import importlib.util
+
+            return importlib.util.find_spec("ray") is not None
+
+    return CpuOpsBackend
+
+
+def patch_notifier(module: ModuleType) -> str:
+    """Wait for the barrier in a thread.
+
+    Every 32nd message both ranks enter `Notifier.wait_async`'s barrier on their event loop while the other may sit in
+    a synchronous gloo collective: a deadlock that asynchronous device collectives do not have.
+    """
+    last = module.NUM_SHARED_BLOCK - 1
+
+    @asynccontextmanager
+    async def wait_async(self: Any) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self.events[self._event_id].wait)
+        yield
+        if self._event_id == last:
+            await loop.run_in_executor(None, self.bar.wait)
+            await loop.run_in_executor(None, self.bar.wait)
+        self._update_event_id()
+
+    module.Notifier.wait_async = wait_async
+    return "Notifier.wait_async waits in a thread"
+
+
+def patch_dtype(module: ModuleType) -> str:
+    """Run the engine in fp32 under DLINFER_EXT_CPU_DTYPE=float32; LMDeploy allows 16-bit types only."""
+    original = module._update_torch_dtype
+
+    def update(config: Any, dtype: str, device_type: str = "auto") -> Any:
+        config = original(config, dtype, device_type=device_type)
+        if envs.CPU_DTYPE.get() == "float32":
+            config.dtype = torch.float32
+            config.states_shapes = [(shape, torch.float32) for shape, _ in config.states_shapes]
+        return config
+
+    module._update_torch_dtype = update
+    return "_update_torch_dtype honours DLINFER_EXT_CPU_DTYPE"
+
+
+def offer_ray_devices(module: ModuleType) -> str:
+    """Give Ray the NPU resource and the device list that LMDeploy's Ray executor asks for.
+
+    Without the resource LMDeploy waits up to 1,800 s for a placement group. Values already set are kept.
+    """
+    os.environ.setdefault("RAY_OVERRIDE_RESOURCES", '{"NPU": 8}')
+    os.environ.setdefault("ASCEND_RT_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    return "RAY_OVERRIDE_RESOURCES and ASCEND_RT_VISIBLE_DEVICES set where unset"
