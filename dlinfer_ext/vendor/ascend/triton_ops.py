@@ -1,0 +1,5 @@
+"""The operators under the names that LMDeploy's Ascend code and dlinfer users import; they run on CPU tensors too."""
+
+from dlinfer_ext.vendor.ascend.compat.causal_conv1d import causal_conv1d_fn as causal_conv1d_fn
+from dlinfer_ext.vendor.ascend.compat.causal_conv1d import causal_conv1d_ref as causal_conv1d_ref
+from dlinfer_ext.vendor.ascend.compat.causal_conv1d import causal_conv1d_update_npu as causal_conv1d_update_npu
