@@ -104,8 +104,8 @@ def verify(
     A request that samples accepts draft x with probability min(1, p(x) / q(x)) and, at its first rejection, draws from
     max(p - q, 0) normalised (Leviathan et al., https://arxiv.org/abs/2211.17192), so that what is emitted is
     distributed as p; q = 1 at the draft itself without `draft_probs`, and p itself is used where the difference is
-    degenerate (zero or not finite). A greedy request keeps the longest prefix that equals the target's argmax. A draft id outside the
-    vocabulary means that nothing was proposed: it is rejected and the token comes from p.
+    degenerate (zero or not finite). A greedy request keeps the longest prefix that equals the target's argmax. A draft
+    id outside the vocabulary means that nothing was proposed: it is rejected and the token comes from p.
 
     A position whose logits hold a NaN or +inf, or nothing above -inf, is unusable: its draft is rejected and id 0 is
     emitted in its place; `unusable_positions` finds such positions. No other request changes. No host value is read.
