@@ -1,0 +1,449 @@
+"""Gated delta rule (Gated DeltaNet): prefill in chunks, decode and verify token by token, and its gates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from .. import envs
+from ._checks import (
+    FLOATS,
+    INTS,
+    require,
+    require_dtype,
+    require_inference,
+    require_same_device,
+    require_shape,
+    require_tensor,
+)
+from ._registry import Operator
+
+_RULE: Final = "gated_delta_rule"
+_UPDATE: Final = "gated_delta_rule_update"
+_GATE: Final = "gated_delta_gate"
+
+
+def _fake_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_indices: Tensor | None,
+    history_lens: Tensor | None,
+    scale: float,
+    use_qk_l2norm: bool,
+    state_v_first: bool,
+    pad_slot_id: int,
+    host_lengths: Sequence[int] | None,
+) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+def _fake_update(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    state_indices: Tensor | None,
+    history_lens: Tensor | None,
+    num_accepted_tokens: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    use_qk_l2norm: bool,
+    state_v_first: bool,
+    pad_slot_id: int,
+) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+def _fake_gate(
+    a: Tensor,
+    b: Tensor,
+    neg_exp_A: Tensor,
+    dt_bias: Tensor,
+    softplus_beta: float,
+    softplus_threshold: float,
+) -> tuple[Tensor, Tensor]:
+    return a.new_empty(a.shape, dtype=torch.float32), b.new_empty(b.shape, dtype=torch.float32)
+
+
+RULE: Final = Operator.define(
+    _RULE,
+    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor cu_seqlens, Tensor? state_indices,"
+    " Tensor? history_lens, float scale, bool use_qk_l2norm, bool state_v_first, int pad_slot_id, int[]? host_lengths)"
+    " -> Tensor",
+    _fake_rule,
+    summary="gated delta rule over packed prompts, in chunks",
+    dtypes=FLOATS,
+)
+UPDATE: Final = Operator.define(
+    _UPDATE,
+    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor? state_indices,"
+    " Tensor? history_lens, Tensor? num_accepted_tokens, Tensor? cu_seqlens, float scale, bool use_qk_l2norm,"
+    " bool state_v_first, int pad_slot_id) -> Tensor",
+    _fake_update,
+    summary="gated delta rule of a decode or verify step",
+    dtypes=FLOATS,
+)
+GATE: Final = Operator.define(
+    _GATE,
+    "(Tensor a, Tensor b, Tensor neg_exp_A, Tensor dt_bias, float softplus_beta, float softplus_threshold)"
+    " -> (Tensor, Tensor)",
+    _fake_gate,
+    summary="log decay and write strength of the gated delta rule",
+    dtypes=FLOATS,
+)
+
+
+def _require_inputs(op: str, lead: list[int | str], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    """Check q, k, v, g and beta against each other; `lead` names the leading dimensions of q."""
+    require_shape(op, "q", q, [*lead, "H", "K"])
+    require_dtype(op, "q", q, FLOATS)
+    require_shape(op, "k", k, q.shape)
+    require_dtype(op, "k", k, [q.dtype])
+    tokens, heads = q.shape[:-2], q.shape[-2]
+    require_shape(op, "v", v, [*tokens, "HV", "V"])
+    require_dtype(op, "v", v, [q.dtype])
+    value_heads = v.shape[-2]
+    require(
+        heads >= 1 and q.shape[-1] >= 1 and v.shape[-1] >= 1 and value_heads >= 1 and value_heads % heads == 0,
+        op,
+        "v",
+        f"of shape {list(v.shape)} with q of shape {list(q.shape)}",
+        "HV a positive multiple of H, and K, V >= 1",
+    )
+    for name, gate in (("g", g), ("beta", beta)):
+        require_shape(op, name, gate, [*tokens, value_heads])
+        require_dtype(op, name, gate, FLOATS)
+    require_same_device(op, "q", q, k=k, v=v, g=g, beta=beta)
+    require_inference(op, q=q, k=k, v=v, g=g, beta=beta)
+
+
+def _require_pool(op: str, state: Tensor, q: Tensor, v: Tensor, v_first: bool, history: Tensor | None) -> bool:
+    """Check the pool against q and v; return whether it is a ring."""
+    require_tensor(op, "state", state)
+    require_dtype(op, "state", state, FLOATS)
+    keys, (heads, values) = q.shape[-1], v.shape[-2:]
+    inner = [heads, values, keys] if v_first else [heads, keys, values]
+    require(
+        state.dim() in (4, 5) and list(state.shape[-3:]) == inner and (state.dim() == 4 or state.shape[1] >= 1),
+        op,
+        "state",
+        f"of shape {list(state.shape)}",
+        f"[S, {', '.join(map(str, inner))}] or a ring [S, R, {', '.join(map(str, inner))}] (state_v_first={v_first})",
+    )
+    ring = state.dim() == 5
+    require(
+        not ring or history is not None, op, "history_lens", "None", "int [N]: a ring pool is addressed by the history"
+    )
+    require_same_device(op, "q", q, state=state)
+    require_inference(op, state=state)
+    return ring
+
+
+def _require_rows(op: str, rows: int, q: Tensor, **tensors: Tensor | None) -> None:
+    for name, t in tensors.items():
+        if t is not None:
+            require_shape(op, name, t, [rows])
+            require_dtype(op, name, t, INTS)
+    require_same_device(op, "q", q, **tensors)
+
+
+def _require_default_slots(op: str, rows: int, state: Tensor, state_indices: Tensor | None) -> None:
+    require(
+        state_indices is not None or state.shape[0] >= rows,
+        op,
+        "state",
+        f"of {state.shape[0]} slots",
+        f"at least {rows} slots: without state_indices row i uses slot i",
+    )
+
+
+def _require_cu_seqlens(op: str, cu_seqlens: Tensor, q: Tensor) -> int:
+    """Check the packed offsets; return N."""
+    require_shape(op, "cu_seqlens", cu_seqlens, ["N + 1"])
+    require_dtype(op, "cu_seqlens", cu_seqlens, INTS)
+    require(cu_seqlens.shape[0] >= 1, op, "cu_seqlens", "empty", "[N + 1] offsets that start at 0")
+    require_same_device(op, "q", q, cu_seqlens=cu_seqlens)
+    return cu_seqlens.shape[0] - 1
+
+
+def _check_values(
+    op: str,
+    state: Tensor,
+    rows: int,
+    pad_slot_id: int,
+    state_indices: Tensor | None,
+    history_lens: Tensor | None,
+    cu_seqlens: Tensor | None,
+    num_accepted_tokens: Tensor | None = None,
+    host_lengths: Sequence[int] | None = None,
+    row_limit: int | None = None,
+) -> None:
+    """Check what only the device knows (DLINFER_EXT_CHECK=1); reads the host."""
+    lengths = [1] * rows
+    if cu_seqlens is not None:
+        offsets = cu_seqlens.tolist()
+        require(offsets[0] == 0, op, "cu_seqlens", f"{offsets[0]} at row 0", "0")
+        lengths = [b - a for a, b in pairwise(offsets)]
+        for row, n in enumerate(lengths):
+            require(n >= 0, op, "cu_seqlens", f"falling by {-n} at row {row}", "offsets that do not fall")
+            if row_limit is not None:
+                require(n <= row_limit, op, "cu_seqlens", f"{n} tokens at row {row}", f"at most {row_limit}")
+        if host_lengths is not None:
+            require(
+                list(host_lengths) == lengths, op, "host_lengths", str(list(host_lengths)), f"{lengths}, as cu_seqlens"
+            )
+    if num_accepted_tokens is not None and state_indices is not None:
+        for row, count in enumerate(num_accepted_tokens.tolist()):
+            width = state_indices.shape[1]
+            require(1 <= count <= width, op, "num_accepted_tokens", f"{count} at row {row}", f"1 to {width}")
+    if history_lens is not None:
+        for row, n in enumerate(history_lens.tolist()):
+            require(n >= 0, op, "history_lens", f"{n} at row {row}", "at least 0")
+    if state_indices is None:
+        return
+    owner: dict[int, int] = {}
+    for row, slots in enumerate(state_indices.reshape(rows, -1).tolist()):
+        for slot in slots:
+            if slot < 0 or slot == pad_slot_id or lengths[row] == 0:
+                continue
+            require(slot < state.shape[0], op, "state_indices", f"{slot} at row {row}", f"below {state.shape[0]}")
+            first = owner.setdefault(slot, row)
+            require(
+                first == row and slots.count(slot) == 1,
+                op,
+                "state_indices",
+                f"{slot} at row {row} and at row {first}",
+                "a slot of its own for each row",
+            )
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    state_indices: Tensor | None = None,
+    history_lens: Tensor | None = None,
+    scale: float | None = None,
+    use_qk_l2norm: bool = False,
+    state_v_first: bool = True,
+    pad_slot_id: int = -1,
+    host_lengths: Sequence[int] | None = None,
+) -> Tensor:
+    """Apply the gated delta rule to a packed batch of prompts and leave each row's final state in the pool.
+
+    Per value head, with the state S as [K, V]: S <- exp(g_t) S; u = beta_t (v_t - S^T k_t); S <- S + k_t u^T;
+    o_t = scale · S^T q_t. Value head i uses query/key head i // (HV / H). Arithmetic is fp32, rounded once at a store.
+
+    PAD rows (a negative slot, `pad_slot_id`, or a negative history) and zero-length rows touch no state and give zeros,
+    and so do tokens past cu_seqlens[-1]. Two rows must not share a slot, and slots must lie in the pool: the caller's
+    duty, checked under DLINFER_EXT_CHECK=1.
+
+    Maths: https://arxiv.org/abs/2412.06464 (Gated Delta Networks), https://arxiv.org/abs/2406.06484 (the chunked form).
+
+    Args:
+        q: [T, H, K] fp32, bf16 or fp16; this and the other inputs may be views with any strides.
+        k: as q.
+        v: [T, HV, V], q's dtype.
+        g: [T, HV], log decay (at most 0; -inf is a full reset), any float dtype.
+        beta: [T, HV], write strength, any float dtype.
+        state: [S, HV, V, K] (state_v_first) or [S, HV, K, V], or a ring [S, R, HV, ...] in which the state after n
+            tokens lives in entry n mod R; fp32, bf16 or fp16, any strides. Mutated: a ring only in the entry
+            (history + length) mod R.
+        cu_seqlens: int [N + 1], cumulative row lengths that start at 0.
+        state_indices: int [N], the slot of each row; None means row i uses slot i.
+        history_lens: int [N], tokens before this call; at 0 the row starts from a zero state whatever its slot holds.
+            None (plain pools only) means that every row goes on from the state stored.
+        scale: of the output; None means K^-0.5.
+        use_qk_l2norm: divide q and k by sqrt(sum of squares + 1e-6) first.
+        state_v_first: the orientation of the pool.
+        pad_slot_id: a slot number that also marks a PAD row.
+        host_lengths: the row lengths as Python ints. With them nothing is read from the device; without them
+            `cu_seqlens` is read once.
+
+    Returns:
+        o [T, HV, V], a fresh tensor of v's dtype.
+
+    Raises:
+        TypeError: not a tensor, or an unsupported dtype.
+        ValueError: shapes, devices or lengths that do not fit, or an input that requires a gradient.
+    """
+    _require_inputs(_RULE, ["T"], q, k, v, g, beta)
+    _require_pool(_RULE, state, q, v, state_v_first, history_lens)
+    rows = _require_cu_seqlens(_RULE, cu_seqlens, q)
+    _require_rows(_RULE, rows, q, state_indices=state_indices, history_lens=history_lens)
+    _require_default_slots(_RULE, rows, state, state_indices)
+    if host_lengths is not None:
+        host_lengths = [int(n) for n in host_lengths]
+        require(
+            len(host_lengths) == rows and min(host_lengths, default=0) >= 0 and sum(host_lengths) <= q.shape[0],
+            _RULE,
+            "host_lengths",
+            str(host_lengths),
+            f"{rows} lengths >= 0 of at most {q.shape[0]} tokens in all",
+        )
+    if envs.CHECK.flag():
+        _check_values(
+            _RULE, state, rows, pad_slot_id, state_indices, history_lens, cu_seqlens, host_lengths=host_lengths
+        )
+    return torch.ops.dlinfer_ext.gated_delta_rule(  # type: ignore[no-any-return]
+        q, k, v, g, beta, state, cu_seqlens, state_indices, history_lens,
+        q.shape[-1] ** -0.5 if scale is None else scale, use_qk_l2norm, state_v_first, pad_slot_id, host_lengths,
+    )  # fmt: skip
+
+
+def gated_delta_rule_update(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    state_indices: Tensor | None = None,
+    history_lens: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    use_qk_l2norm: bool = False,
+    state_v_first: bool = True,
+    pad_slot_id: int = -1,
+) -> Tensor:
+    """Apply the gated delta rule to a decode or verify step, token by token. Nothing is read from the device.
+
+    The recurrence, PAD rows and the caller's duties are those of `gated_delta_rule`. Where states are read and written:
+
+    - plain pool, state_indices [N]: from the slot, and back to it after the row's last token;
+    - ring pool: from entry history mod R, and after token t to entry (history + t + 1) mod R, so that the next step may
+      go on from any accepted token by its history alone;
+    - plain pool, state_indices [N, W]: from the slot in column accepted - 1, and after token t to the slot in column t
+      (vLLM's table). Columns past the row's tokens are not touched. A row with a PAD id in a column that it needs is a
+      PAD row. An accepted count below 1 counts as 1, one above W as W.
+
+    Args:
+        q: [N, Q, H, K], or packed [T, H, K] with `cu_seqlens`; fp32, bf16 or fp16, any strides.
+        k: as q.
+        v: [N, Q, HV, V] or [T, HV, V], q's dtype.
+        g: [N, Q, HV] or [T, HV], log decay, any float dtype.
+        beta: as g, write strength.
+        state: as in `gated_delta_rule`. Mutated.
+        state_indices: int [N] or [N, W]; None means row i uses slot i.
+        history_lens: int [N], tokens before this step; at 0 the row starts from a zero state. Needed for a ring; None
+            means that every row goes on from the state stored.
+        num_accepted_tokens: int [N], tokens of the previous step that were accepted; only with a table. None means 1.
+        cu_seqlens: int [N + 1], for rows of different lengths; a row may hold at most R (ring) or W (table) tokens.
+        scale: of the output; None means K^-0.5.
+        use_qk_l2norm: divide q and k by sqrt(sum of squares + 1e-6) first.
+        state_v_first: the orientation of the pool.
+        pad_slot_id: a slot number that also marks a PAD row.
+
+    Returns:
+        o of v's shape, a fresh tensor of v's dtype.
+
+    Raises:
+        TypeError: not a tensor, or an unsupported dtype.
+        ValueError: shapes or devices that do not fit, more tokens per row than a ring or table can hold, or an input
+            that requires a gradient.
+    """
+    packed = cu_seqlens is not None
+    _require_inputs(_UPDATE, ["T"] if packed else ["N", "Q"], q, k, v, g, beta)
+    ring = _require_pool(_UPDATE, state, q, v, state_v_first, history_lens)
+    rows = _require_cu_seqlens(_UPDATE, cu_seqlens, q) if cu_seqlens is not None else q.shape[0]
+    table = isinstance(state_indices, Tensor) and state_indices.dim() == 2
+    require(
+        num_accepted_tokens is None or table,
+        _UPDATE,
+        "num_accepted_tokens",
+        "given without a table",
+        "None, or state_indices of shape [N, W]",
+    )
+    row_limit: int | None = None
+    if state_indices is not None and table:
+        require(not ring, _UPDATE, "state_indices", f"of shape {list(state_indices.shape)}", "[N] for a ring pool")
+        require_shape(_UPDATE, "state_indices", state_indices, [rows, "W"])
+        require_dtype(_UPDATE, "state_indices", state_indices, INTS)
+        require_same_device(_UPDATE, "q", q, state_indices=state_indices)
+        row_limit = state_indices.shape[1]
+        require(row_limit >= 1, _UPDATE, "state_indices", f"of shape {list(state_indices.shape)}", "W >= 1")
+        _require_rows(_UPDATE, rows, q, history_lens=history_lens, num_accepted_tokens=num_accepted_tokens)
+    else:
+        row_limit = state.shape[1] if ring else None
+        _require_rows(_UPDATE, rows, q, state_indices=state_indices, history_lens=history_lens)
+        _require_default_slots(_UPDATE, rows, state, state_indices)
+    if row_limit is not None and not packed:
+        require(
+            q.shape[1] <= row_limit,
+            _UPDATE,
+            "q",
+            f"of {q.shape[1]} tokens per row",
+            f"at most {row_limit}, the {'entries of the ring' if ring else 'columns of state_indices'}",
+        )
+    if envs.CHECK.flag():
+        _check_values(
+            _UPDATE, state, rows, pad_slot_id, state_indices, history_lens, cu_seqlens, num_accepted_tokens,
+            row_limit=row_limit,
+        )  # fmt: skip
+    return torch.ops.dlinfer_ext.gated_delta_rule_update(  # type: ignore[no-any-return]
+        q, k, v, g, beta, state, state_indices, history_lens, num_accepted_tokens, cu_seqlens,
+        q.shape[-1] ** -0.5 if scale is None else scale, use_qk_l2norm, state_v_first, pad_slot_id,
+    )  # fmt: skip
+
+
+def gated_delta_gate(
+    a: Tensor,
+    b: Tensor,
+    neg_exp_A: Tensor,
+    dt_bias: Tensor,
+    *,
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
+) -> tuple[Tensor, Tensor]:
+    """Return the gates of the gated delta rule: g = neg_exp_A · softplus(a + dt_bias) and beta = sigmoid(b).
+
+    softplus(x) = log(1 + exp(softplus_beta · x)) / softplus_beta without underflow, x itself above the threshold.
+    Maths: https://arxiv.org/abs/2412.06464.
+
+    Args:
+        a: [.., HV] fp32, bf16 or fp16, any strides.
+        b: as a.
+        neg_exp_A: [HV], -exp(A_log), any float dtype.
+        dt_bias: [HV], any float dtype.
+        softplus_beta: not 0.
+        softplus_threshold: of softplus_beta · x.
+
+    Returns:
+        (g, beta), each a fresh fp32 tensor of a's shape.
+
+    Raises:
+        TypeError: not a tensor, or an unsupported dtype.
+        ValueError: shapes or devices that do not fit, softplus_beta = 0, or an input that requires a gradient.
+    """
+    require_tensor(_GATE, "a", a)
+    require_dtype(_GATE, "a", a, FLOATS)
+    require(a.dim() >= 1, _GATE, "a", f"of shape {list(a.shape)}", "[.., HV]")
+    require_shape(_GATE, "b", b, a.shape)
+    require_dtype(_GATE, "b", b, FLOATS)
+    for name, t in (("neg_exp_A", neg_exp_A), ("dt_bias", dt_bias)):
+        require_shape(_GATE, name, t, [a.shape[-1]])
+        require_dtype(_GATE, name, t, FLOATS)
+    require_same_device(_GATE, "a", a, b=b, neg_exp_A=neg_exp_A, dt_bias=dt_bias)
+    require_inference(_GATE, a=a, b=b, neg_exp_A=neg_exp_A, dt_bias=dt_bias)
+    require(softplus_beta != 0, _GATE, "softplus_beta", "0", "another number")
+    return torch.ops.dlinfer_ext.gated_delta_gate(  # type: ignore[no-any-return]
+        a, b, neg_exp_A, dt_bias, softplus_beta, softplus_threshold
+    )

@@ -1,0 +1,109 @@
+"""Access to pools of recurrent states by slot, for the delta rules. No host read, no copy of a pool.
+
+A pool is [S, HV, A, B] (one state per slot) or a ring [S, R, HV, A, B] (R states per slot: the state after n tokens
+lives in entry n mod R). Any strides are honoured. Rows are addressed in a flat view by one int64 number each.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_BITS = {4: torch.int32, 2: torch.int16}
+
+
+@dataclass(frozen=True)
+class FlatPool:
+    """A pool with one leading dimension.
+
+    Attributes:
+        view: [X, HV, A, B], a view of the pool; entries may overlap when the strides have no common step.
+        slot_step: how far one slot is in the leading dimension of `view`.
+        ring_step: how far one ring entry is.
+        ring: R, or None for a plain pool.
+    """
+
+    view: Tensor
+    slot_step: int
+    ring_step: int
+    ring: int | None
+
+    def at(self, slots: Tensor, entries: Tensor | None = None) -> Tensor:
+        """Return the flat numbers (int64) of slots, and of ring entries in them."""
+        flat = slots.long() * self.slot_step
+        return flat if entries is None else flat + entries.long() * self.ring_step
+
+
+def flatten_pool(pool: Tensor) -> FlatPool:
+    """Return the flat form of a plain (4-D) or ring (5-D) pool."""
+    if pool.dim() == 4:
+        return FlatPool(pool, 1, 0, None)
+    slots, ring, *inner = pool.shape
+    slot_stride, ring_stride, *inner_strides = pool.stride()
+    # Slot and entry strides need not divide one another; the greatest common divisor reaches every entry of every slot.
+    step = math.gcd(slot_stride, ring_stride) or 1
+    last = (slots - 1) * slot_stride + (ring - 1) * ring_stride
+    view = pool.as_strided((last // step + 1 if slots else 0, *inner), (step, *inner_strides))
+    return FlatPool(view, slot_stride // step, ring_stride // step, ring)
+
+
+def ring_slot(history: Tensor, offset: int | Tensor, ring: int) -> Tensor:
+    """Return the ring entry that holds the state after `history + offset` tokens."""
+    return torch.remainder(history.long() + offset, ring)
+
+
+def live_slots(slots: Tensor, pad_slot_id: int) -> Tensor:
+    """Return where a slot number names a state: not negative and not `pad_slot_id`."""
+    return (slots >= 0) & (slots != pad_slot_id)
+
+
+def donor_rows(live: Tensor, block: int) -> Tensor:
+    """Return for each row the row whose work it repeats: itself if live, else the first live row of its block.
+
+    A row without a state must not write, but only the device knows which rows those are. Such a row repeats a live one,
+    so that the same state goes to the same place twice. In a block of rows without a live one all repeat its first row.
+
+    Args:
+        live: bool [N].
+        block: rows per block; only rows of one block may stand in for one another.
+
+    Returns:
+        int64 [N].
+    """
+    rows = torch.arange(live.shape[0], device=live.device)
+    if block >= live.shape[0]:
+        return torch.where(live, rows, live.int().argmax()) if live.shape[0] else rows
+    blocks = torch.nn.functional.pad(live.int(), (0, -live.shape[0] % block)).view(-1, block)
+    first = blocks.argmax(1) + torch.arange(0, live.shape[0], block, device=live.device)
+    return torch.where(live, rows, first[rows // block])
+
+
+def read_state(view: Tensor, index: Tensor, fresh: Tensor | None) -> Tensor:
+    """Return fp32 copies of the addressed states, zero where `fresh` (a NaN left in the slot does not survive).
+
+    Args:
+        view: [X, HV, A, B].
+        index: int64 [N].
+        fresh: bool [N] or None.
+    """
+    raw = view.index_select(0, index)
+    if fresh is not None:
+        # Clearing bits is several times faster on a CPU than masked_fill_ or where, and as exact.
+        bits = raw.view(_BITS[raw.element_size()])
+        bits.bitwise_and_((fresh.to(bits.dtype) - 1)[:, None, None, None])
+    return raw.float()
+
+
+def write_state(view: Tensor, index: Tensor, states: Tensor) -> None:
+    """Store states at the addressed places, rounded once to the pool's dtype."""
+    view.index_copy_(0, index, states.to(view.dtype))
+
+
+def write_live_state(view: Tensor, index: Tensor, states: Tensor, live: Tensor) -> None:
+    """Store the states of live rows only; `index` of the others may be anything within the pool."""
+    donor = donor_rows(live, live.shape[0])
+    index, states = index[donor], states.index_select(0, donor).to(view.dtype)
+    write_state(view, index, torch.where(live.any(), states, view.index_select(0, index)))

@@ -1,0 +1,317 @@
+"""Gated delta rule one token at a time, batched over rows: decode and verify. No host read.
+
+The state is taken block by block (rows, and parts of a row when a row is large), so that a block stays in cache between
+its read and its write and the extra memory stays a fraction of the state addressed. With S the state before a token and
+d = exp(g), a block computes
+
+    [S^T k, d S^T q] in one product;  u = beta (v - d S^T k);  S <- d S + k u^T;  o = d S^T q + (k·q) u
+
+which is the recurrence with the decay moved behind the product (Yang et al., Gated Delta Networks, arXiv 2412.06464).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..common.index import row_of_token
+from ..common.numerics import l2norm
+from ..common.state_pool import FlatPool, donor_rows, flatten_pool, live_slots, read_state, ring_slot, write_state
+from .chunk_eager import scan_chunks
+from .inputs import Options, Tokens
+
+# Small enough to stay in a last-level cache, large enough that the calls cost little against the work.
+BLOCK_BYTES = 4 << 20
+# Of the state addressed, how much one block may take.
+BLOCK_FRACTION = 7
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Where the rows of a step read and write.
+
+    Attributes:
+        live: bool [N], rows that have a state; None if all have.
+        length: int64 [N], tokens of each row; None if all have Q.
+        read: int64 [N], flat place of the state before the step.
+        write: int64 [N, Q] the place after each token, or [N, 1] the place after the last.
+        each_token: which of the two.
+        fresh: bool [N], rows that start from a zero state; None if none does.
+    """
+
+    live: Tensor | None
+    length: Tensor | None
+    read: Tensor
+    write: Tensor
+    each_token: bool
+    fresh: Tensor | None
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The inputs of a step in fp32, prepared for the blocks.
+
+    Attributes:
+        kq: [N, Q, HV, 2, K], the key and the scaled query times the decay.
+        bv: [N, Q, HV, V], beta · v.
+        bd: [N, Q, HV, 1], beta · decay.
+        decay: [N, Q, HV, 1].
+        dot: [N, Q, HV, 1], key · scaled query.
+        still: bool [N, Q, 1, 1], tokens that must leave the state as it is (decay and key are 1); None if none must.
+    """
+
+    kq: Tensor
+    bv: Tensor
+    bd: Tensor
+    decay: Tensor
+    dot: Tensor
+    still: Tensor | None
+
+
+def accepted_column(num_accepted_tokens: Tensor | None, rows: int, width: int, device: torch.device) -> Tensor:
+    """Return int64 [N]: the column of the index table that holds the state to start from, `accepted - 1`.
+
+    A count below 1 reads column 0 and a count beyond the table its last column: never another row's memory.
+    """
+    if num_accepted_tokens is None:
+        return torch.zeros(rows, dtype=torch.long, device=device)
+    return (num_accepted_tokens.long() - 1).clamp(0, width - 1)
+
+
+def plan_rows(
+    pool: FlatPool,
+    rows: int,
+    steps: int,
+    state_indices: Tensor | None,
+    history_lens: Tensor | None,
+    num_accepted_tokens: Tensor | None,
+    length: Tensor | None,
+    pad_slot_id: int,
+) -> StepRows:
+    """Work out which rows are live, and the places that each reads and writes; a row that is not live has place 0."""
+    device = pool.view.device
+    token = torch.arange(steps, device=device)
+    alive: list[Tensor] = [] if length is None else [length > 0]
+    slots = torch.arange(rows, device=device) if state_indices is None else state_indices
+    each_token = slots.dim() == 2 or pool.ring is not None
+    if slots.dim() == 2:
+        column = accepted_column(num_accepted_tokens, rows, slots.shape[1], device)
+        source, target = slots.gather(1, column[:, None])[:, 0], slots[:, :steps]
+        target_ok = live_slots(target, pad_slot_id)
+        if length is not None:
+            target_ok |= token >= length[:, None]
+        alive += [live_slots(source, pad_slot_id), target_ok.all(1)]
+        read, write = pool.at(source), pool.at(target)
+    else:
+        if state_indices is not None:
+            alive.append(live_slots(slots, pad_slot_id))
+        read = pool.at(slots)
+        write = read[:, None]
+        if pool.ring is not None and history_lens is not None:
+            read = pool.at(slots, ring_slot(history_lens, 0, pool.ring))
+            write = pool.at(slots[:, None], ring_slot(history_lens[:, None], token + 1, pool.ring))
+    fresh = None
+    if history_lens is not None:
+        alive.append(history_lens >= 0)
+        fresh = history_lens == 0
+    if length is not None:
+        # Past its last token a row holds its last state, and stores it again where it already is.
+        write = write.gather(1, torch.minimum(token, length[:, None] - 1).clamp(min=0))
+    if not alive:
+        return StepRows(None, length, read, write, each_token, fresh)
+    live = alive[0]
+    for ok in alive[1:]:
+        live = live & ok
+    fresh = None if fresh is None else fresh & live
+    return StepRows(live, length, read * live, write * live[:, None], each_token, fresh)
+
+
+def repeat_donors(plan: StepRows, tokens: Tokens, block: int) -> tuple[StepRows, Tokens, Tensor | None]:
+    """Let each row that is not live repeat a live row of its block of rows, so that its write changes nothing.
+
+    Returns:
+        The plan and the inputs by donor (the plan's `live` and `length` stay as they were), and bool [N, Q] where a row
+        must leave its state as it is: rows of a block without a live row, and tokens past a row's end.
+    """
+    if plan.live is None:
+        return plan, tokens, None
+    donor = donor_rows(plan.live, block)
+    steps = tokens.q.shape[1]
+    still = (~plan.live.index_select(0, donor))[:, None].expand(-1, steps)
+    if plan.length is not None:
+        token = torch.arange(steps, device=donor.device)
+        still = still | (token >= plan.length.index_select(0, donor)[:, None])
+    fresh = None if plan.fresh is None else plan.fresh.index_select(0, donor)
+    read, write = plan.read.index_select(0, donor), plan.write.index_select(0, donor)
+    by_donor = StepRows(plan.live, plan.length, read, write, plan.each_token, fresh)
+    return by_donor, tokens.map(lambda x: x.index_select(0, donor)), still
+
+
+def prepare(x: Tokens, still: Tensor | None, options: Options) -> StepInputs:
+    """Compute in fp32 what a step needs besides the state."""
+    rows, steps, heads, keys = x.q.shape
+    value_heads = x.v.shape[2]
+    q, k, beta = x.q.float(), x.k.float(), x.beta.float()[..., None]
+    decay = torch.exp(x.g.float())[..., None]
+    if options.use_qk_l2norm:
+        q, k = l2norm(q), l2norm(k)
+    if still is not None:
+        still = still[:, :, None, None]
+        k, decay = torch.where(still, 1.0, k), torch.where(still, 1.0, decay)
+    dot = (k * q).sum(-1, keepdim=True).mul_(options.scale)
+    kq = torch.empty(rows, steps, heads, value_heads // heads, 2, keys, dtype=torch.float32, device=k.device)
+    kq[..., 0, :] = k[:, :, :, None]
+    torch.mul(q[:, :, :, None], (decay * options.scale).view(*kq.shape[:4], 1), out=kq[..., 1, :])
+    dot = dot.expand(*kq.shape[:4]).reshape(decay.shape) if value_heads != heads else dot
+    return StepInputs(kq.flatten(2, 3), x.v.float() * beta, beta * decay, decay, dot, still)
+
+
+def state_blocks(rows: int, heads: int, values: int, keys: int, limit: int) -> tuple[int, list[tuple[slice, slice]]]:
+    """Cut the states of a step into blocks of at most about `limit` bytes in fp32.
+
+    Returns:
+        The rows per block, and the (heads, value channels) parts of a row; more than one only if a block is one row.
+    """
+    per_row = heads * values * keys * 4
+    if limit >= per_row:
+        return min(rows, limit // per_row), [(slice(0, heads), slice(0, values))]
+    channels = max(1, limit // (keys * 4))
+    if channels >= values:
+        step = channels // values
+        return 1, [(slice(h, min(h + step, heads)), slice(0, values)) for h in range(0, heads, step)]
+    starts = range(0, values, channels)
+    return 1, [(slice(h, h + 1), slice(v, min(v + channels, values))) for h in range(heads) for v in starts]
+
+
+def step_state(
+    state: Tensor, kq: Tensor, bv: Tensor, bd: Tensor, decay: Tensor, still: Tensor | None, v_first: bool
+) -> tuple[Tensor, Tensor]:
+    """Advance a block of states by one token, in place; inputs are slices of `StepInputs`.
+
+    Args:
+        state: fp32 [n, h, V, K] (v_first) or [n, h, K, V], mutated.
+        kq: [n, h, 2, K].
+        bv: [n, h, V].
+        bd: [n, h, 1].
+        decay: [n, h, 1].
+        still: bool [n, 1, 1] or None.
+        v_first: the orientation.
+
+    Returns:
+        (u, d S^T q), each [n, h, V].
+    """
+    rows, heads, values = bv.shape
+    matrix = state.view(rows * heads, *state.shape[2:])
+    y = torch.bmm(kq.reshape(rows * heads, 2, -1), matrix.transpose(1, 2) if v_first else matrix)
+    y = y.view(rows, heads, 2, values)
+    u = torch.addcmul(bv, bd, y[:, :, 0], value=-1)
+    if still is not None:
+        # x · 1 + (-0.0) is x bit for bit, whatever an untouched state holds.
+        u = torch.where(still, -0.0, u)
+    state.mul_(decay[..., None])
+    if v_first:
+        state.addcmul_(u[..., None], kq[:, :, :1])
+    else:
+        state.addcmul_(kq[:, :, 0, :, None], u[:, :, None])
+    return u, y[:, :, 1]
+
+
+def run_steps(x: Tokens, pool: FlatPool, plan: StepRows, options: Options) -> Tensor:
+    """Run Q steps over N rows of inputs [N, Q, ...]; returns o [N, Q, HV, V] and mutates the pool."""
+    rows, steps, heads, values = x.v.shape
+    keys, dtype = x.q.shape[-1], x.v.dtype
+    # A 16-bit pool needs the stored form of a block beside its fp32 form.
+    copies = 1 if pool.view.dtype == torch.float32 else 2
+    state_bytes = rows * heads * values * keys * pool.view.element_size()
+    limit = min(BLOCK_BYTES, state_bytes // (BLOCK_FRACTION * copies))
+    block, parts = state_blocks(rows, heads, values, keys, limit)
+    plan, x, still = repeat_donors(plan, x, block)
+    s = prepare(x, still, options)
+    del x
+    o = torch.empty_like(s.bv)
+    for lo in range(0, rows, block):
+        n = slice(lo, min(lo + block, rows))
+        fresh = None if plan.fresh is None else plan.fresh[n]
+        for hs, vs in parts:
+            view = pool.view[:, hs, vs] if options.state_v_first else pool.view[:, hs, :, vs]
+            state = read_state(view, plan.read[n], fresh)
+            for t in range(steps):
+                still_t = None if s.still is None else s.still[n, t]
+                u, y = step_state(
+                    state, s.kq[n, t, hs], s.bv[n, t, hs, vs], s.bd[n, t, hs], s.decay[n, t, hs], still_t,
+                    options.state_v_first,
+                )  # fmt: skip
+                torch.addcmul(y, s.dot[n, t, hs], u, out=o[n, t, hs, vs])
+                if plan.each_token:
+                    write_state(view, plan.write[n, t], state)
+            if not plan.each_token:
+                write_state(view, plan.write[n, 0], state)
+    if plan.live is not None:
+        o = torch.where(plan.live[:, None, None, None], o, 0.0)
+    return o.to(dtype)
+
+
+def run_packed_steps(
+    x: Tokens,
+    pool: FlatPool,
+    cu_seqlens: Tensor,
+    state_indices: Tensor | None,
+    history_lens: Tensor | None,
+    num_accepted_tokens: Tensor | None,
+    capacity: int,
+    options: Options,
+) -> Tensor:
+    """Run rows of different lengths, none longer than `capacity`; returns o [T, HV, V]."""
+    rows, tokens = cu_seqlens.shape[0] - 1, x.q.shape[0]
+    steps = min(capacity, tokens)
+    cu = cu_seqlens.long()
+    start, length = cu[:-1, None], (cu[1:] - cu[:-1]).clamp(max=steps)
+    # Past its end a row repeats its last token, so that nothing of another row enters.
+    offset = torch.minimum(torch.arange(steps, device=cu.device), length[:, None] - 1).clamp(min=0)
+    grid = (start + offset).clamp(max=tokens - 1).flatten()
+    plan = plan_rows(pool, rows, steps, state_indices, history_lens, num_accepted_tokens, length, options.pad_slot_id)
+    o = run_steps(x.map(lambda t: t.index_select(0, grid).unflatten(0, (rows, steps))), pool, plan, options)
+    owner = row_of_token(cu, tokens)
+    inside = owner < rows
+    owner = torch.where(inside, owner, 0)
+    position = torch.arange(tokens, device=cu.device) - cu[owner]
+    inside &= position < steps
+    packed = o.flatten(0, 1).index_select(0, owner * steps + position.clamp(0, steps - 1))
+    return torch.where(inside[:, None, None], packed, 0)
+
+
+def gated_delta_rule_update(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    state_indices: Tensor | None,
+    history_lens: Tensor | None,
+    num_accepted_tokens: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    use_qk_l2norm: bool,
+    state_v_first: bool,
+    pad_slot_id: int,
+) -> Tensor:
+    """Batched form of `dlinfer_ext.ops.gated_delta_rule.gated_delta_rule_update`."""
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if v.numel() == 0 or state.shape[0] == 0 or rows == 0:
+        return torch.zeros_like(v, memory_format=torch.contiguous_format)
+    x, options = Tokens(q, k, v, g, beta), Options(scale, use_qk_l2norm, state_v_first, pad_slot_id)
+    pool = flatten_pool(state)
+    if cu_seqlens is None:
+        plan = plan_rows(pool, rows, q.shape[1], state_indices, history_lens, num_accepted_tokens, None, pad_slot_id)
+        return run_steps(x, pool, plan, options)
+    capacity = pool.ring
+    if state_indices is not None and state_indices.dim() == 2:
+        capacity = state_indices.shape[1]
+    if capacity is None:
+        # Any row may hold any share of the tokens; short chunks keep the worst-case grid near one chunk per row.
+        chunk = min(32, max(4, 2 * (q.shape[0] // rows)))
+        return scan_chunks(x, pool, cu_seqlens, state_indices, history_lens, None, chunk, options)
+    return run_packed_steps(x, pool, cu_seqlens, state_indices, history_lens, num_accepted_tokens, capacity, options)
