@@ -119,10 +119,10 @@ def causal_conv1d(
     tokens, rows = _check_packed(_NAME, x, weight, bias, cu_seqlens, activation)
     require(layout in ("linear", "ring"), _NAME, "layout", repr(layout), "'linear' or 'ring'")
     _check_ints(_NAME, (rows,), state_indices=state_indices, history_lens=history_lens)
-    require_same_device(_NAME, "x", x, conv_state=conv_state, state_indices=state_indices, history_lens=history_lens)
     if conv_state is not None:
         _check_pool(_NAME, conv_state, x, weight.shape[0])
         _check_identity(_NAME, "state_indices", state_indices, rows, conv_state)
+    require_same_device(_NAME, "x", x, conv_state=conv_state, state_indices=state_indices, history_lens=history_lens)
     if max_query_len is not None:
         require(max_query_len >= 0, _NAME, "max_query_len", max_query_len, "None or >= 0")
     if envs.CHECK.flag():
@@ -190,6 +190,8 @@ def causal_conv1d_columns(
     _check_pool(_COLUMNS, conv_state, x, width)
     _check_identity(_COLUMNS, "state_indices", state_indices, rows, conv_state)
     _check_ints(_COLUMNS, (rows,), state_indices=state_indices)
+    require_tensor(_COLUMNS, "read_columns", read_columns)
+    require_tensor(_COLUMNS, "write_columns", write_columns)
     _check_ints(_COLUMNS, (rows, width - 1), read_columns=read_columns)
     _check_ints(_COLUMNS, (rows, width), write_columns=write_columns)
     if has_history is not None:
@@ -307,7 +309,7 @@ def causal_conv1d_update(
         "block_idx_last_scheduled_token": block_idx_last_scheduled_token,
         "initial_state_idx": initial_state_idx,
     }
-    table = conv_state_indices is not None and conv_state_indices.dim() == 2
+    table = isinstance(conv_state_indices, Tensor) and conv_state_indices.dim() == 2
     for name, pointer in pointers.items():
         require(pointer is None or table, _UPDATE, name, "given", "None unless conv_state_indices is [N, blocks]")
     require(

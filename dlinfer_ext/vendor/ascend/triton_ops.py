@@ -3,3 +3,6 @@
 from dlinfer_ext.vendor.ascend.compat.causal_conv1d import causal_conv1d_fn as causal_conv1d_fn
 from dlinfer_ext.vendor.ascend.compat.causal_conv1d import causal_conv1d_ref as causal_conv1d_ref
 from dlinfer_ext.vendor.ascend.compat.causal_conv1d import causal_conv1d_update_npu as causal_conv1d_update_npu
+from dlinfer_ext.vendor.ascend.compat.gated_rms_norm import RMSNormGated as RMSNormGated
+from dlinfer_ext.vendor.ascend.compat.gated_rms_norm import rmsnorm_fn as rmsnorm_fn
+from dlinfer_ext.vendor.ascend.compat.rejection_sampling import rejection_sample as rejection_sample

@@ -1,0 +1,124 @@
+"""A route is chosen once and visibly."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import dlinfer_ext.ops  # noqa: F401  (declares the operators)
+from dlinfer_ext.ops import _registry
+from dlinfer_ext.ops._registry import Route, choose, chosen
+
+TARGET = "dlinfer_ext.kernels.gated_rms_norm.eager:gated_rms_norm"
+EAGER = Route("eager", TARGET)
+TRITON = Route("triton", TARGET)
+NO_TRITON = Route("triton", "no.such.module:nothing", missing=lambda: "Triton is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_choices() -> Iterator[None]:
+    chosen.cache_clear()
+    yield
+    chosen.cache_clear()
+
+
+def bind(monkeypatch: pytest.MonkeyPatch, *routes: Route) -> None:
+    monkeypatch.setattr(_registry, "routes", lambda name, vendor: routes)
+
+
+def test_auto_takes_the_first_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    bind(monkeypatch, TRITON, EAGER)
+    assert choose("op", "cpu").route is TRITON
+
+
+def test_the_route_asked_for_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    bind(monkeypatch, TRITON, EAGER)
+    monkeypatch.setenv("DLINFER_EXT_ROUTE", "eager")
+    choice = choose("op", "cpu")
+    assert choice.route is EAGER
+    assert choice.passed_over == ()
+
+
+@pytest.mark.parametrize("asked", ["auto", "triton"])
+def test_a_route_passed_over_is_logged_once_with_the_reason(
+    asked: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bind(monkeypatch, NO_TRITON, EAGER)
+    monkeypatch.setenv("DLINFER_EXT_ROUTE", asked)
+    with caplog.at_level(logging.WARNING, "dlinfer_ext"):
+        assert chosen("op", "cpu") is chosen("op", "cpu")
+    assert caplog.messages == ["op: route triton passed over (Triton is not installed); eager serves"]
+
+
+def test_a_route_that_is_not_bound_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    bind(monkeypatch, EAGER)
+    monkeypatch.setenv("DLINFER_EXT_ROUTE", "triton")
+    with caplog.at_level(logging.WARNING, "dlinfer_ext"):
+        chosen("op", "cpu")
+    assert caplog.messages == ["op: route triton passed over (vendor cpu binds no triton form of it); eager serves"]
+
+
+def test_nothing_is_logged_when_nothing_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bind(monkeypatch, EAGER)
+    with caplog.at_level(logging.DEBUG, "dlinfer_ext"):
+        chosen("op", "cpu")
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("bound", [(NO_TRITON, EAGER), (EAGER,)], ids=["missing", "not-bound"])
+def test_strict_makes_it_an_error(bound: tuple[Route, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    bind(monkeypatch, *bound)
+    monkeypatch.setenv("DLINFER_EXT_ROUTE", "triton")
+    monkeypatch.setenv("DLINFER_EXT_STRICT", "1")
+    with pytest.raises(RuntimeError, match=r"^op: route 'triton' cannot serve \(.*\) and DLINFER_EXT_STRICT=1"):
+        choose("op", "cpu")
+
+
+def test_strict_is_content_with_the_best_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    bind(monkeypatch, TRITON, NO_TRITON)
+    monkeypatch.setenv("DLINFER_EXT_STRICT", "1")
+    assert choose("op", "cpu").route is TRITON
+
+
+def test_no_route_at_all_is_an_error_that_lists_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    bind(monkeypatch, NO_TRITON, Route("eager", TARGET, missing=lambda: "broken"))
+    with pytest.raises(RuntimeError, match=r"^op: no route can serve .*triton: Triton is not installed; eager: broken"):
+        choose("op", "cpu")
+
+
+@pytest.mark.parametrize("variable", ["DLINFER_EXT_ROUTE", "DLINFER_EXT_STRICT"])
+def test_an_unknown_value_is_an_error_that_lists_the_choices(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bind(monkeypatch, NO_TRITON, EAGER)
+    monkeypatch.setenv(variable, "fast")
+    with pytest.raises(ValueError, match=rf"^{variable}='fast' is not supported: set it to one of "):
+        choose("op", "cpu")
+
+
+def test_a_choice_is_read_when_it_is_made_and_then_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    bind(monkeypatch, EAGER)
+    first = chosen("op", "cpu")
+    bind(monkeypatch, NO_TRITON)
+    assert chosen("op", "cpu") is first
+    with pytest.raises(RuntimeError, match="no route can serve"):
+        chosen("another", "cpu")
+
+
+@pytest.mark.parametrize("vendor", ["cpu", "ascend"])
+def test_a_vendor_binds_every_operator_and_each_target_exists(vendor: str) -> None:
+    bindings = importlib.import_module(f"dlinfer_ext.vendor.{vendor}.bindings").ROUTES
+    assert set(bindings) == set(_registry.OPERATORS)
+    for routes in bindings.values():
+        assert routes[-1].name == "eager"
+        assert all(callable(route.load()) for route in routes if route.missing() is None)
+
+
+@pytest.mark.parametrize("key", ["CPU", "PrivateUse1"])
+@pytest.mark.parametrize("name", sorted(_registry.OPERATORS))
+def test_an_operator_is_registered_for_the_device_of_each_vendor(name: str, key: str) -> None:
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"dlinfer_ext::{name}", key)
