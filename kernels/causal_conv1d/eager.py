@@ -6,7 +6,7 @@ The mathematics is that of https://github.com/Dao-AILab/causal-conv1d; `referenc
 
 Every output is the same sequence of vector instructions whatever the token's place in the batch, so a split or a
 permuted batch is bit-exact in fp32. Two things see to it: scratch rows are padded to `_LANES` elements, so no element
-falls into a scalar tail, and a block has at most `_CPU_BLOCK` elements, so PyTorch does not split it among threads.
+falls into a scalar tail; and with several threads a block has at most `_GRAIN` elements, so PyTorch does not split it.
 (The SiLU of a scalar tail differs from the vector SiLU in the last bit.)
 """
 
@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import chain
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..common.index import live_rows, row_of_token
+from ..common.state_pool import FlatPool, flatten_pool
 
 _LANES: Final = 64
-_CPU_BLOCK: Final = 32768  # at::internal::GRAIN_SIZE; 128 KiB in fp32, so a block's operands also stay in the L2 cache
+_GRAIN: Final = 32768  # at::internal::GRAIN_SIZE
 _DEVICE_BLOCK: Final = 1 << 22
+_BITS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
 class Moves(NamedTuple):
@@ -268,16 +271,96 @@ def run(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     size = Sizes.choose(x, moves.live.shape[0], weight.shape[0])
     taps = Taps.build(cu_seqlens.long(), moves.live, size)
-    stores = None if pool is None or moves.write_columns.shape[1] == 0 else Stores.build(cu_seqlens, moves, tokens)
     scratch = Scratch.allocate(x, size)
+    flat = None if pool is None else flatten_pool(pool)
+    reads = None if flat is None else Reads.build(moves, flat)
+    stores = None if flat is None or not moves.write_columns.numel() else Stores.build(cu_seqlens, moves, flat, tokens)
     for start in range(0, channels, size.channels):
         part = slice(start, min(start + size.channels, channels))
-        history = read_history(pool, x, moves, part)
-        scratch.load_weight(weight[:, part], None if bias is None else bias[part])
-        convolve(x[:, part], history, taps, size, scratch, activation, out[:, part])
-        if pool is not None and stores is not None:
-            write_columns(pool[:, :, part], history, x[:, part], stores)
+        state = None if flat is None else flat.view[:, part]
+        if state is None or reads is None:
+            history = x.new_zeros(moves.read_columns.numel(), part.stop - start)
+        else:
+            history = read_history(state, reads)
+        scratch.load(x[:, part], history, weight[:, part], None if bias is None else bias[part], taps)
+        convolve(x[:, part], taps, size, scratch, activation, out[:, part])
+        if state is not None and stores is not None:
+            write_columns(state, history, x[:, part], stores)
     return out
+
+
+class Reads(NamedTuple):
+    """The history reads as flat lists of N · (W - 1) entries.
+
+    Attributes:
+        places: int64, rows of the flat pool.
+        keep: int [N · (W - 1), 1], all bits set where the value counts, none where it reads as zero.
+    """
+
+    places: Tensor
+    keep: Tensor
+
+    @classmethod
+    def build(cls, moves: Moves, flat: FlatPool) -> Reads:
+        places = flat.at(moves.read_slots.clamp(min=0)[:, None], moves.read_columns.clamp(min=0))
+        none = (moves.read_columns < 0).to(_BITS[flat.view.element_size()])
+        return cls(places.flatten(), none.view(-1, 1) - 1)
+
+
+def read_history(state: Tensor, reads: Reads) -> Tensor:
+    """Return the history of every row [N · (W - 1), channels] in the pool's dtype."""
+    found = state.index_select(0, reads.places)
+    # Bits are cleared, not values multiplied by zero: a reused slot may hold inf or NaN.
+    found.view(reads.keep.dtype).bitwise_and_(reads.keep)
+    return found
+
+
+class Stores(NamedTuple):
+    """The state writes as flat lists of M = N · C entries.
+
+    An entry that writes nothing repeats the first one that does: same place, same value. If none does, every entry
+    writes back what slot 0, column 0 holds. So the shape is fixed without a look at the mask on the host.
+
+    Attributes:
+        places: int64 [M], rows of the flat pool.
+        tokens: int64 [M], packed token that is the value, if a new input is.
+        values: int64 [M], row of history ++ the tokens above ++ what slot 0, column 0 holds.
+    """
+
+    places: Tensor
+    tokens: Tensor
+    values: Tensor
+
+    @classmethod
+    def build(cls, cu_seqlens: Tensor, moves: Moves, flat: FlatPool, num_tokens: int) -> Stores:
+        rows, stored = moves.write_columns.shape
+        before = moves.read_columns.shape[1]
+        columns = moves.write_columns.flatten()
+        wanted = columns >= 0
+        none = ~wanted.any()
+        entries = torch.arange(rows * stored, device=columns.device)
+        entry = torch.where(wanted, entries, wanted.to(torch.uint8).argmax())
+        row = entry // stored
+        source = moves.write_sources.flatten()[entry]
+        value = torch.where(source < before, row * before + source, rows * before + entries)
+        return cls(
+            flat.at(moves.write_slots[row], columns[entry]).masked_fill(none, 0),
+            (cu_seqlens[:-1].long()[row] + source - before).clamp(0, num_tokens - 1),
+            value.masked_fill(none, rows * (before + stored)),
+        )
+
+
+def write_columns(state: Tensor, history: Tensor, x: Tensor, stores: Stores) -> None:
+    """Scatter inputs, old and new, into the pool; bit copies where the dtypes agree."""
+    new = x.index_select(0, stores.tokens).to(state.dtype)
+    values = torch.cat([history, new, state[:1]])
+    state.index_copy_(0, stores.places, values.index_select(0, stores.values))
+
+
+def _block_elements(device: torch.device) -> int:
+    if device.type != "cpu":
+        return _DEVICE_BLOCK
+    return _GRAIN if torch.get_num_threads() > 1 else 4 * _GRAIN
 
 
 class Sizes(NamedTuple):
@@ -302,78 +385,15 @@ class Sizes(NamedTuple):
     @classmethod
     def choose(cls, x: Tensor, rows: int, width: int) -> Sizes:
         tokens, channels = x.shape
-        elements = _CPU_BLOCK if x.device.type == "cpu" else _DEVICE_BLOCK
         history = rows * (width - 1)
         # Measured on a CPU: an output by look-up costs about 1.4 by shift, and the first W - 1 of each row come twice.
         shifted = tokens >= 4 * history
         table = 2 * history if shifted else history + tokens
-        most = min(elements // min(tokens, 64), 8 * elements // max(table, 1))
-        taken = min(max(most // _LANES, 1), math.ceil(channels / _LANES)) * _LANES
+        elements = _block_elements(x.device)
+        most = max(min(elements // min(tokens, 64 if shifted else 256), 4 * elements // max(table, 1)) // _LANES, 1)
+        lanes = math.ceil(channels / _LANES)
+        taken = math.ceil(lanes / math.ceil(lanes / most)) * _LANES
         return cls(tokens, rows, width, shifted, taken, elements // taken)
-
-    @property
-    def table_rows(self) -> int:
-        history = self.rows * (self.width - 1)
-        return 2 * history if self.shifted else history + self.tokens
-
-
-def read_history(pool: Tensor | None, x: Tensor, moves: Moves, part: slice) -> Tensor:
-    """Return the history [N · (W - 1), channels] in the pool's dtype; zeros where a column is < 0."""
-    if pool is None:
-        return x.new_zeros(moves.read_columns.numel(), part.stop - part.start)
-    slots = moves.read_slots.clamp(min=0)[:, None]
-    found = pool[:, :, part][slots, moves.read_columns.clamp(min=0)]
-    # Filled, not multiplied by zero: a reused slot may hold inf or NaN.
-    return found.masked_fill_((moves.read_columns < 0)[..., None], 0).flatten(0, 1)
-
-
-class Stores(NamedTuple):
-    """The state writes as flat lists of M = N · C entries.
-
-    An entry that writes nothing repeats the first one that does: same place, same value. If none does, every entry
-    writes back what slot 0, column 0 holds. So the shape is fixed without a look at the mask on the host.
-
-    Attributes:
-        slots: int64 [M].
-        columns: int64 [M].
-        from_x: bool [M, 1], the value is a new input.
-        history: int64 [M], row of the history; one row past its end stands for the value in place.
-        tokens: int64 [M], packed token.
-    """
-
-    slots: Tensor
-    columns: Tensor
-    from_x: Tensor
-    history: Tensor
-    tokens: Tensor
-
-    @classmethod
-    def build(cls, cu_seqlens: Tensor, moves: Moves, num_tokens: int) -> Stores:
-        rows, stored = moves.write_columns.shape
-        before = moves.read_columns.shape[1]
-        columns = moves.write_columns.flatten()
-        wanted = columns >= 0
-        none = ~wanted.any()
-        entry = torch.arange(rows * stored, device=columns.device)
-        entry = torch.where(wanted, entry, wanted.to(torch.uint8).argmax())
-        row = entry // stored
-        source = moves.write_sources.flatten()[entry]
-        from_x = (source >= before) & ~none
-        in_history = row * before + source
-        return cls(
-            moves.write_slots[row].masked_fill(none, 0),
-            columns[entry].clamp(min=0),
-            from_x[:, None],
-            torch.where(from_x | none, rows * before, in_history),
-            (cu_seqlens[:-1].long()[row] + source - before).clamp(0, num_tokens - 1),
-        )
-
-
-def write_columns(pool: Tensor, history: Tensor, x: Tensor, stores: Stores) -> None:
-    """Scatter inputs, old and new, into the pool; bit copies where the dtypes agree."""
-    old = torch.cat([history, pool[0, :1]]).index_select(0, stores.history)
-    new = x.index_select(0, stores.tokens).to(pool.dtype)
-    pool.index_put_((stores.slots, stores.columns), torch.where(stores.from_x, new, old))
 
 
 class Taps(NamedTuple):
@@ -384,18 +404,19 @@ class Taps(NamedTuple):
     history; the others come from shifted views of x. The arithmetic is the same, so the result cannot tell.
 
     Attributes:
-        inputs: int64 [W, M], table rows of each output looked up, oldest input first.
-        tokens: int64 [M], the token of each output looked up; None: all in order.
+        inputs: per block of outputs looked up, tensors of table rows, oldest input first; without the output's own
+            token where all are looked up, as it lies in order.
+        tokens: per block, the token of each output looked up; None: all in order.
+        picked: per block, the place of each output in its block, or the row of zeros behind it where it is dead.
         table_tokens: int64 [N · (W - 1)], the tokens in the table; None: all in order.
-        shown: int64 [T], place of each output in its block; the row of zeros behind the block where it is dead.
-        shown_looked_up: int64 [M], the same of the outputs looked up.
+        shifted: per block of shifted outputs, what `picked` is.
     """
 
-    inputs: Tensor
-    tokens: Tensor | None
+    inputs: list[tuple[Tensor, ...]]
+    tokens: tuple[Tensor, ...] | None
+    picked: tuple[Tensor, ...]
     table_tokens: Tensor | None
-    shown: Tensor
-    shown_looked_up: Tensor
+    shifted: tuple[Tensor, ...]
 
     @classmethod
     def build(cls, cu: Tensor, live: Tensor, size: Sizes) -> Taps:
@@ -404,12 +425,13 @@ class Taps(NamedTuple):
         row = row_of_token(cu, size.tokens)
         dead = ~torch.cat([live, live.new_zeros(1)])[row]
         row = row.clamp(max=rows - 1)
-        shown = torch.where(dead, size.block, token % size.block)
+        picked = torch.where(dead, size.block, token % size.block).split(size.block)
         back = torch.arange(before, -1, -1, device=cu.device)[:, None]
         if not size.shifted:
             place = token - cu[row]
             own, older = rows * before + token - back, (row + 1) * before + place - back
-            return cls(torch.where(place >= back, own, older), None, None, shown, shown)
+            inputs = torch.where(place >= back, own, older)[:before].split(size.block, 1)
+            return cls([block.unbind() for block in inputs], None, picked, None, ())
         # A row shorter than W - 1 repeats its last token, and an empty row the first token of the row before it: a
         # repeated output gets the same value again.
         lengths = cu[1:] - cu[:-1]
@@ -418,27 +440,32 @@ class Taps(NamedTuple):
         place = torch.minimum(first, (lengths - 1).clamp(min=0)[:, None]).flatten()
         owner = owner[:, None].expand(rows, before).flatten()
         own, older = (rows + owner) * before + place - back, (owner + 1) * before + place - back
+        inputs = torch.where(place >= back, own, older).split(size.block, 1)
         tokens = (cu[owner] + place).clamp(max=size.tokens - 1)
-        table = (cu[:-1, None] + first).clamp(max=size.tokens - 1).flatten()
         order = torch.arange(rows * before, device=cu.device) % size.block
-        looked_up = torch.where(dead[tokens], size.block, order)
-        return cls(torch.where(place >= back, own, older), tokens, table, shown, looked_up)
+        return cls(
+            [block.unbind() for block in inputs],
+            tokens.split(size.block),
+            torch.where(dead[tokens], size.block, order).split(size.block),
+            (cu[:-1, None] + first).clamp(max=size.tokens - 1).flatten(),
+            picked,
+        )
 
 
 class Scratch(NamedTuple):
     """Buffers of one call, reused for every block. Rows are padded to whole vectors; the padding is never shown.
 
     Attributes:
-        weight: fp32 [W, channels].
-        bias: fp32 [channels] or None.
-        table: fp32 [table rows, channels].
+        weight: W tensors fp32 [channels].
+        bias: fp32 [channels].
+        table: fp32 [history and tokens, channels].
         window: fp32 [W - 1 + block, channels], consecutive tokens.
         taken: fp32 [block, channels], inputs looked up.
         sums: fp32 [block + 1, channels].
         rounded: [block + 1, channels] in x's dtype, the last row zero; `sums` itself in fp32.
     """
 
-    weight: Tensor
+    weight: tuple[Tensor, ...]
     bias: Tensor
     table: Tensor
     window: Tensor
@@ -449,78 +476,76 @@ class Scratch(NamedTuple):
     @classmethod
     def allocate(cls, x: Tensor, size: Sizes) -> Scratch:
         def rows(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(count, size.channels, dtype=dtype, device=x.device)
+            return torch.empty(count, size.channels, dtype=dtype, device=x.device)
 
-        looked_up = size.rows * (size.width - 1) if size.shifted else size.tokens
+        before = size.width - 1
+        history = size.rows * before
+        looked_up = history if size.shifted else size.tokens
         sums = rows(size.block + 1)
+        rounded = sums if x.dtype == torch.float32 else rows(size.block + 1, x.dtype)
+        rounded[-1] = 0
         return cls(
-            rows(size.width),
-            rows(1),
-            rows(size.table_rows),
-            rows(size.width - 1 + min(size.block, size.tokens) if size.shifted else 0),
+            rows(size.width).unbind(),
+            rows(1)[0].zero_(),
+            rows(history + looked_up),
+            rows(before + min(size.block, size.tokens) if size.shifted else 0),
             rows(min(size.block, looked_up)),
             sums,
-            sums if x.dtype == torch.float32 else rows(size.block + 1, x.dtype),
+            rounded,
         )
 
-    def load_weight(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight[:, : weight.shape[1]] = weight
+    def load(self, x: Tensor, history: Tensor, weight: Tensor, bias: Tensor | None, taps: Taps) -> None:
+        """Take up one range of channels."""
+        channels = x.shape[1]
+        for tap, row in enumerate(self.weight):
+            row[:channels] = weight[tap]
         if bias is not None:
-            self.bias[0, : weight.shape[1]] = bias
+            self.bias[:channels] = bias
+        self.table[: history.shape[0], :channels] = history
+        self.table[history.shape[0] :, :channels] = x if taps.table_tokens is None else x[taps.table_tokens]
 
 
-def convolve(
-    x: Tensor, history: Tensor, taps: Taps, size: Sizes, scratch: Scratch, activation: str | None, out: Tensor
-) -> None:
+def convolve(x: Tensor, taps: Taps, size: Sizes, scratch: Scratch, activation: str | None, out: Tensor) -> None:
     """Write the outputs [T, channels] of one range of channels."""
-    tokens, channels = x.shape
-    before = size.width - 1
-    if size.shifted:
-        for start in range(0, tokens, size.block):
-            count = min(size.block, tokens - start)
-            window = scratch.window[: before + count]
-            missing = max(before - start, 0)
-            window[:missing] = 0
-            window[missing:, :channels] = x[start - before + missing : start + count]
-            shifts = (window[tap : tap + count] for tap in range(size.width))
-            picked = taps.shown[start : start + count]
-            torch.index_select(
-                outputs(shifts, scratch, activation, count, channels), 0, picked, out=out[start : start + count]
-            )
-    scratch.table[: history.shape[0], :channels] = history
-    scratch.table[history.shape[0] :, :channels] = x if taps.table_tokens is None else x[taps.table_tokens]
-    for start in range(0, taps.inputs.shape[1], size.block):
-        count = min(size.block, taps.inputs.shape[1] - start)
-        block = slice(start, start + count)
-        found = (torch.index_select(scratch.table, 0, rows[block], out=scratch.taken[:count]) for rows in taps.inputs)
-        done = outputs(found, scratch, activation, count, channels)
+    channels, before = x.shape[1], size.width - 1
+    for start, picked in zip(range(0, size.tokens, size.block), taps.shifted, strict=False):
+        count = picked.shape[0]
+        missing = max(before - start, 0)
+        scratch.window[:missing] = 0
+        scratch.window[missing : before + count, :channels] = x[start - before + missing : start + count]
+        shifts = (scratch.window[tap : tap + count] for tap in range(size.width))
+        done = outputs(shifts, scratch, activation, count)
+        torch.index_select(done[:, :channels], 0, picked, out=out[start : start + count])
+    for block, (inputs, picked) in enumerate(zip(taps.inputs, taps.picked, strict=True)):
+        count = picked.shape[0]
+        taken = scratch.taken[:count]
+        found: Iterable[Tensor] = (torch.index_select(scratch.table, 0, rows, out=taken) for rows in inputs)
         if taps.tokens is None:
-            torch.index_select(done, 0, taps.shown_looked_up[block], out=out[block])
+            found = chain(found, [scratch.table[-size.tokens :][block * size.block :][:count]])
+        done = outputs(found, scratch, activation, count)[:, :channels]
+        if taps.tokens is None:
+            torch.index_select(done, 0, picked, out=out[block * size.block :][:count])
         else:
-            out.index_copy_(0, taps.tokens[block], done.index_select(0, taps.shown_looked_up[block]))
+            out.index_copy_(0, taps.tokens[block], done.index_select(0, picked))
 
 
-def outputs(inputs: Iterable[Tensor], scratch: Scratch, activation: str | None, count: int, channels: int) -> Tensor:
+def outputs(inputs: Iterable[Tensor], scratch: Scratch, activation: str | None, count: int) -> Tensor:
     """Return act(bias + sum of weight · input) for a block, in x's dtype, with the row of zeros at its end.
 
     Args:
-        inputs: W tensors [count, padded channels], oldest tap first; each is used up before the next is asked for.
+        inputs: W tensors [count, channels], oldest tap first; each is used up before the next is asked for.
         scratch: the buffers.
         activation: None, or anything else for SiLU.
         count: outputs in the block.
-        channels: channels that are not padding.
 
     Returns:
-        [block + 1, channels], a view of scratch.
+        [block + 1, channels], a part of scratch.
     """
     sums = scratch.sums[:count]
     for tap, (values, weight) in enumerate(zip(inputs, scratch.weight, strict=True)):
-        if tap == 0:
-            torch.addcmul(scratch.bias, values, weight, out=sums)
-        else:
-            sums.addcmul_(values, weight)
+        torch.addcmul(sums if tap else scratch.bias, values, weight, out=sums)
     if activation is not None:
         torch.ops.aten.silu_(sums)
     if scratch.rounded is not scratch.sums:
         scratch.rounded[:count] = sums
-    return scratch.rounded[:, :channels]
+    return scratch.rounded
