@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest import mock
 
@@ -47,7 +47,9 @@ def assert_close(name: str, got: Tensor, want: Tensor, limit: float) -> None:
         )
 
 
-def guarded_pool(shape: Sequence[int], dtype: torch.dtype, *, guard: int = 2, fill: float = 777.0) -> tuple[Tensor, Tensor]:
+def guarded_pool(
+    shape: Sequence[int], dtype: torch.dtype, *, guard: int = 2, fill: float = 777.0
+) -> tuple[Tensor, Tensor]:
     """Return (pool, storage): a strided pool view inside a larger storage whose other bytes hold `fill`.
 
     The slot stride of the view is larger than a slot, and whole guard rows stand before and after it.
@@ -79,7 +81,21 @@ _READING_OPS: Final = frozenset(
 _READING_METHODS: Final = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "cpu", "nonzero")
 
 
+def seen_through(mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func` for a dispatch mode; of an operator of this package, let the mode see the calls it is made of.
+
+    PyTorch turns a mode off while it handles a call, so that the inside of an operator would go unseen.
+    """
+    if func.namespace != "dlinfer_ext":
+        return func(*args, **kwargs)
+    with mode:
+        return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+
+
 class _HostReadMode(TorchDispatchMode):
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -93,7 +109,7 @@ class _HostReadMode(TorchDispatchMode):
             raise HostRead(f"{name} with a boolean mask has a shape that depends on data")
         if name == "repeat_interleave" and kwargs.get("output_size") is None and len(args) < 2:
             raise HostRead("repeat_interleave without output_size has a shape that depends on data")
-        return func(*args, **kwargs)
+        return seen_through(self, func, args, kwargs)
 
 
 @contextmanager
@@ -106,5 +122,8 @@ def no_host_reads() -> Iterator[None]:
 
         return method
 
-    with mock.patch.multiple(Tensor, **{n: refuse(n) for n in _READING_METHODS}), _HostReadMode():
+    with ExitStack() as stack:
+        for name in _READING_METHODS:
+            stack.enter_context(mock.patch.object(Tensor, name, refuse(name)))
+        stack.enter_context(_HostReadMode())
         yield

@@ -269,7 +269,7 @@ def run(
     if pool is not None and pool.numel() == 0:
         pool = None
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    size = Sizes.choose(x, moves.live.shape[0], weight.shape[0])
+    size = Sizes.choose(x, moves, weight.shape[0])
     taps = Taps.build(cu_seqlens.long(), moves.live, size)
     scratch = Scratch.allocate(x, size)
     flat = None if pool is None else flatten_pool(pool)
@@ -352,8 +352,7 @@ class Stores(NamedTuple):
 
 def write_columns(state: Tensor, history: Tensor, x: Tensor, stores: Stores) -> None:
     """Scatter inputs, old and new, into the pool; bit copies where the dtypes agree."""
-    new = x.index_select(0, stores.tokens).to(state.dtype)
-    values = torch.cat([history, new, state[:1]])
+    values = torch.cat([history, x.index_select(0, stores.tokens).to(state.dtype), state[:1]])
     state.index_copy_(0, stores.places, values.index_select(0, stores.values))
 
 
@@ -383,14 +382,17 @@ class Sizes(NamedTuple):
     block: int
 
     @classmethod
-    def choose(cls, x: Tensor, rows: int, width: int) -> Sizes:
+    def choose(cls, x: Tensor, moves: Moves, width: int) -> Sizes:
         tokens, channels = x.shape
+        rows = moves.live.shape[0]
         history = rows * (width - 1)
         # Measured on a CPU: an output by look-up costs about 1.4 by shift, and the first W - 1 of each row come twice.
         shifted = tokens >= 4 * history
         table = 2 * history if shifted else history + tokens
+        # Rows held at a time; a store holds its values twice.
+        held = table + 2 * moves.write_columns.numel()
         elements = _block_elements(x.device)
-        most = max(min(elements // min(tokens, 64 if shifted else 256), 4 * elements // max(table, 1)) // _LANES, 1)
+        most = max(min(elements // min(tokens, 64 if shifted else 256), 5 * elements // max(held, 1)) // _LANES, 1)
         lanes = math.ceil(channels / _LANES)
         taken = math.ceil(lanes / math.ceil(lanes / most)) * _LANES
         return cls(tokens, rows, width, shifted, taken, elements // taken)
