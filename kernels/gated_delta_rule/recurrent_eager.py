@@ -12,6 +12,7 @@ which is the recurrence with the decay moved behind the product (Yang et al., Ga
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,17 +50,16 @@ class StepRows:
     fresh: Tensor | None
 
 
-@dataclass(frozen=True)
-class StepInputs:
-    """The inputs of a step in fp32, prepared for the blocks.
+class StepInputs(NamedTuple):
+    """The inputs of a step in fp32, step by step; M = rows · HV, a row's heads side by side.
 
     Attributes:
-        kq: [N, Q, HV, 2, K], the key and the scaled query times the decay.
-        bv: [N, Q, HV, V], beta · v.
-        bd: [N, Q, HV, 1], beta · decay.
-        decay: [N, Q, HV, 1].
-        dot: [N, Q, HV, 1], key · scaled query.
-        still: bool [N, Q, 1, 1], tokens that must leave the state as it is (decay and key are 1); None if none must.
+        kq: [Q, M, 2, K], the key and the scaled query times the decay.
+        bv: [Q, M, V], beta · v.
+        bd: [Q, M, 1], beta · decay.
+        decay: [Q, M, 1].
+        dot: [Q, M, 1], key · scaled query.
+        still: bool [Q, M, 1], where the state must stay as it is (decay and key are 1); None if nowhere.
     """
 
     kq: Tensor
@@ -68,6 +68,21 @@ class StepInputs:
     decay: Tensor
     dot: Tensor
     still: Tensor | None
+
+    def of_heads(self, first: int, last: int) -> list[StepInputs]:
+        """Return the inputs of the heads first..last-1 of M, one item per token."""
+        tensors = (self.kq, self.bv, self.bd, self.decay, self.dot)
+        stills = [None] * self.bv.shape[0] if self.still is None else self.still[:, first:last].unbind()
+        per_token = zip(*(y[:, first:last].unbind() for y in tensors), stills, strict=True)
+        return [StepInputs(*token) for token in per_token]
+
+
+class Block(NamedTuple):
+    """States taken at once: some rows, or some heads or value channels of one row."""
+
+    rows: slice
+    heads: slice
+    values: slice
 
 
 def accepted_column(num_accepted_tokens: Tensor | None, rows: int, width: int, device: torch.device) -> Tensor:
@@ -131,125 +146,122 @@ def plan_rows(
 def repeat_donors(plan: StepRows, tokens: Tokens, block: int) -> tuple[StepRows, Tokens, Tensor | None]:
     """Let each row that is not live repeat a live row of its block of rows, so that its write changes nothing.
 
+    Args:
+        plan: of the step.
+        tokens: [Q, N, ...].
+        block: rows per block of states.
+
     Returns:
-        The plan and the inputs by donor (the plan's `live` and `length` stay as they were), and bool [N, Q] where a row
+        The plan and the inputs by donor (the plan's `live` and `length` stay as they were), and bool [Q, N] where a row
         must leave its state as it is: rows of a block without a live row, and tokens past a row's end.
     """
     if plan.live is None:
         return plan, tokens, None
     donor = donor_rows(plan.live, block)
-    steps = tokens.q.shape[1]
-    still = (~plan.live.index_select(0, donor))[:, None].expand(-1, steps)
+    steps = tokens.q.shape[0]
+    still = (~plan.live.index_select(0, donor)).expand(steps, -1)
     if plan.length is not None:
-        token = torch.arange(steps, device=donor.device)
-        still = still | (token >= plan.length.index_select(0, donor)[:, None])
+        token = torch.arange(steps, device=donor.device)[:, None]
+        still = still | (token >= plan.length.index_select(0, donor))
     fresh = None if plan.fresh is None else plan.fresh.index_select(0, donor)
     read, write = plan.read.index_select(0, donor), plan.write.index_select(0, donor)
     by_donor = StepRows(plan.live, plan.length, read, write, plan.each_token, fresh)
-    return by_donor, tokens.map(lambda x: x.index_select(0, donor)), still
+    return by_donor, tokens.map(lambda x: x.index_select(1, donor)), still
 
 
 def prepare(x: Tokens, still: Tensor | None, options: Options) -> StepInputs:
-    """Compute in fp32 what a step needs besides the state."""
-    rows, steps, heads, keys = x.q.shape
+    """Compute in fp32 what a step needs besides the state; inputs [Q, N, ...], still bool [Q, N]."""
+    steps, rows, heads, keys = x.q.shape
     value_heads = x.v.shape[2]
-    q, k, beta = x.q.float(), x.k.float(), x.beta.float()[..., None]
-    decay = torch.exp(x.g.float())[..., None]
+    q, k, beta = x.q.float(), x.k.float(), x.beta.float()
+    decay = torch.exp(x.g.float())
     if options.use_qk_l2norm:
         q, k = l2norm(q), l2norm(k)
     if still is not None:
-        still = still[:, :, None, None]
-        k, decay = torch.where(still, 1.0, k), torch.where(still, 1.0, decay)
-    dot = (k * q).sum(-1, keepdim=True).mul_(options.scale)
-    kq = torch.empty(rows, steps, heads, value_heads // heads, 2, keys, dtype=torch.float32, device=k.device)
+        k = torch.where(still[:, :, None, None], 1.0, k)
+        decay = torch.where(still[:, :, None], 1.0, decay)
+        still = still[:, :, None].expand(-1, -1, value_heads).reshape(steps, -1, 1)
+    kq = torch.empty(steps, rows, heads, value_heads // heads, 2, keys, dtype=torch.float32, device=k.device)
     kq[..., 0, :] = k[:, :, :, None]
     torch.mul(q[:, :, :, None], (decay * options.scale).view(*kq.shape[:4], 1), out=kq[..., 1, :])
-    dot = dot.expand(*kq.shape[:4]).reshape(decay.shape) if value_heads != heads else dot
-    return StepInputs(kq.flatten(2, 3), x.v.float() * beta, beta * decay, decay, dot, still)
+    dot = (k * q).sum(-1, keepdim=True).mul_(options.scale).expand(*kq.shape[:4])
+    bv = (x.v.float() * beta[..., None]).flatten(1, 2)
+    bd, decay, dot = (y.reshape(steps, -1, 1) for y in (beta * decay, decay, dot))
+    return StepInputs(kq.flatten(1, 3), bv, bd, decay, dot, still)
 
 
-def state_blocks(rows: int, heads: int, values: int, keys: int, limit: int) -> tuple[int, list[tuple[slice, slice]]]:
+def state_blocks(rows: int, heads: int, values: int, keys: int, limit: int) -> tuple[int, list[Block]]:
     """Cut the states of a step into blocks of at most about `limit` bytes in fp32.
 
     Returns:
-        The rows per block, and the (heads, value channels) parts of a row; more than one only if a block is one row.
+        How many rows a block may span, and the blocks; a row is cut only if it is too large for a block.
     """
     per_row = heads * values * keys * 4
+    whole = slice(0, heads), slice(0, values)
     if limit >= per_row:
-        return min(rows, limit // per_row), [(slice(0, heads), slice(0, values))]
+        step = min(rows, limit // per_row)
+        return step, [Block(slice(n, min(n + step, rows)), *whole) for n in range(0, rows, step)]
     channels = max(1, limit // (keys * 4))
-    if channels >= values:
-        step = channels // values
-        return 1, [(slice(h, min(h + step, heads)), slice(0, values)) for h in range(0, heads, step)]
-    starts = range(0, values, channels)
-    return 1, [(slice(h, h + 1), slice(v, min(v + channels, values))) for h in range(heads) for v in starts]
+    step = max(1, channels // values)
+    head_parts = [slice(h, min(h + step, heads)) for h in range(0, heads, step)]
+    value_parts = [slice(v, min(v + channels, values)) for v in range(0, values, channels)]
+    return 1, [Block(slice(n, n + 1), h, v) for n in range(rows) for h in head_parts for v in value_parts]
 
 
-def step_state(
-    state: Tensor, kq: Tensor, bv: Tensor, bd: Tensor, decay: Tensor, still: Tensor | None, v_first: bool
-) -> tuple[Tensor, Tensor]:
-    """Advance a block of states by one token, in place; inputs are slices of `StepInputs`.
+def step_state(state: Tensor, x: StepInputs, values: slice, v_first: bool) -> tuple[Tensor, Tensor]:
+    """Advance states by one token, in place.
 
     Args:
-        state: fp32 [n, h, V, K] (v_first) or [n, h, K, V], mutated.
-        kq: [n, h, 2, K].
-        bv: [n, h, V].
-        bd: [n, h, 1].
-        decay: [n, h, 1].
-        still: bool [n, 1, 1] or None.
+        state: fp32 [m, V', K] (v_first) or [m, K, V'], mutated.
+        x: the inputs of one token and of these m states.
+        values: the value channels V' that `state` holds.
         v_first: the orientation.
 
     Returns:
-        (u, d S^T q), each [n, h, V].
+        (u, d S^T q), each [m, V'].
     """
-    rows, heads, values = bv.shape
-    matrix = state.view(rows * heads, *state.shape[2:])
-    y = torch.bmm(kq.reshape(rows * heads, 2, -1), matrix.transpose(1, 2) if v_first else matrix)
-    y = y.view(rows, heads, 2, values)
-    u = torch.addcmul(bv, bd, y[:, :, 0], value=-1)
-    if still is not None:
+    y = torch.bmm(x.kq, state.transpose(1, 2) if v_first else state)
+    u = torch.addcmul(x.bv[:, values], x.bd, y[:, 0], value=-1)
+    if x.still is not None:
         # x · 1 + (-0.0) is x bit for bit, whatever an untouched state holds.
-        u = torch.where(still, -0.0, u)
-    state.mul_(decay[..., None])
+        u = torch.where(x.still, -0.0, u)
+    state.mul_(x.decay[..., None])
     if v_first:
-        state.addcmul_(u[..., None], kq[:, :, :1])
+        state.addcmul_(u[..., None], x.kq[:, :1])
     else:
-        state.addcmul_(kq[:, :, 0, :, None], u[:, :, None])
-    return u, y[:, :, 1]
+        state.addcmul_(x.kq[:, 0, :, None], u[:, None])
+    return u, y[:, 1]
 
 
 def run_steps(x: Tokens, pool: FlatPool, plan: StepRows, options: Options) -> Tensor:
-    """Run Q steps over N rows of inputs [N, Q, ...]; returns o [N, Q, HV, V] and mutates the pool."""
-    rows, steps, heads, values = x.v.shape
-    keys, dtype = x.q.shape[-1], x.v.dtype
+    """Run Q steps over N rows of inputs [Q, N, ...]; returns o [Q, N, HV, V] and mutates the pool."""
+    steps, rows, heads, values = x.v.shape
+    keys, v_first, dtype = x.q.shape[-1], options.state_v_first, x.v.dtype
     # A 16-bit pool needs the stored form of a block beside its fp32 form.
     copies = 1 if pool.view.dtype == torch.float32 else 2
     state_bytes = rows * heads * values * keys * pool.view.element_size()
     limit = min(BLOCK_BYTES, state_bytes // (BLOCK_FRACTION * copies))
-    block, parts = state_blocks(rows, heads, values, keys, limit)
-    plan, x, still = repeat_donors(plan, x, block)
-    s = prepare(x, still, options)
+    span, blocks = state_blocks(rows, heads, values, keys, limit)
+    plan, x, still = repeat_donors(plan, x, span)
+    inputs = prepare(x, still, options)
     del x
-    o = torch.empty_like(s.bv)
-    for lo in range(0, rows, block):
-        n = slice(lo, min(lo + block, rows))
-        fresh = None if plan.fresh is None else plan.fresh[n]
-        for hs, vs in parts:
-            view = pool.view[:, hs, vs] if options.state_v_first else pool.view[:, hs, :, vs]
-            state = read_state(view, plan.read[n], fresh)
-            for t in range(steps):
-                still_t = None if s.still is None else s.still[n, t]
-                u, y = step_state(
-                    state, s.kq[n, t, hs], s.bv[n, t, hs, vs], s.bd[n, t, hs], s.decay[n, t, hs], still_t,
-                    options.state_v_first,
-                )  # fmt: skip
-                torch.addcmul(y, s.dot[n, t, hs], u, out=o[n, t, hs, vs])
-                if plan.each_token:
-                    write_state(view, plan.write[n, t], state)
-            if not plan.each_token:
-                write_state(view, plan.write[n, 0], state)
+    o = torch.empty_like(inputs.bv)
+    for block in blocks:
+        n, hs, vs = block
+        view = pool.view[:, hs, vs] if v_first else pool.view[:, hs, :, vs]
+        states = read_state(view, plan.read[n], None if plan.fresh is None else plan.fresh[n])
+        state = states.flatten(0, 1)
+        first, last = n.start * heads + hs.start, (n.stop - 1) * heads + hs.stop
+        for t, token in enumerate(inputs.of_heads(first, last)):
+            u, y = step_state(state, token, vs, v_first)
+            torch.addcmul(y, token.dot, u, out=o[t, first:last, vs])
+            if plan.each_token:
+                write_state(view, plan.write[n, t], states)
+        if not plan.each_token:
+            write_state(view, plan.write[n, 0], states)
+    o = o.view(steps, rows, heads, values)
     if plan.live is not None:
-        o = torch.where(plan.live[:, None, None, None], o, 0.0)
+        o = torch.where(plan.live[:, None, None], o, 0.0)
     return o.to(dtype)
 
 
@@ -267,18 +279,18 @@ def run_packed_steps(
     rows, tokens = cu_seqlens.shape[0] - 1, x.q.shape[0]
     steps = min(capacity, tokens)
     cu = cu_seqlens.long()
-    start, length = cu[:-1, None], (cu[1:] - cu[:-1]).clamp(max=steps)
+    start, length = cu[:-1], (cu[1:] - cu[:-1]).clamp(max=steps)
     # Past its end a row repeats its last token, so that nothing of another row enters.
-    offset = torch.minimum(torch.arange(steps, device=cu.device), length[:, None] - 1).clamp(min=0)
+    offset = torch.minimum(torch.arange(steps, device=cu.device)[:, None], length - 1).clamp(min=0)
     grid = (start + offset).clamp(max=tokens - 1).flatten()
     plan = plan_rows(pool, rows, steps, state_indices, history_lens, num_accepted_tokens, length, options.pad_slot_id)
-    o = run_steps(x.map(lambda t: t.index_select(0, grid).unflatten(0, (rows, steps))), pool, plan, options)
+    o = run_steps(x.map(lambda t: t.index_select(0, grid).unflatten(0, (steps, rows))), pool, plan, options)
     owner = row_of_token(cu, tokens)
     inside = owner < rows
     owner = torch.where(inside, owner, 0)
     position = torch.arange(tokens, device=cu.device) - cu[owner]
     inside &= position < steps
-    packed = o.flatten(0, 1).index_select(0, owner * steps + position.clamp(0, steps - 1))
+    packed = o.flatten(0, 1).index_select(0, position.clamp(0, steps - 1) * rows + owner)
     return torch.where(inside[:, None, None], packed, 0)
 
 
@@ -306,7 +318,7 @@ def gated_delta_rule_update(
     pool = flatten_pool(state)
     if cu_seqlens is None:
         plan = plan_rows(pool, rows, q.shape[1], state_indices, history_lens, num_accepted_tokens, None, pad_slot_id)
-        return run_steps(x, pool, plan, options)
+        return run_steps(x.map(lambda t: t.transpose(0, 1)), pool, plan, options).transpose(0, 1).contiguous()
     capacity = pool.ring
     if state_indices is not None and state_indices.dim() == 2:
         capacity = state_indices.shape[1]
