@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-
 from typing import Final
 
 
@@ -46,9 +45,9 @@ VENDOR: Final = EnvVar(
     "which vendor serves LMDeploy's device_type='ascend'; unset means ascend if torch_npu is installed, else an error",
 )
 ROUTE: Final = EnvVar("DLINFER_EXT_ROUTE", "auto", ("auto", "eager", "triton"), "which form of an operator runs")
-STRICT: Final = EnvVar("DLINFER_EXT_STRICT", "0", ("0", "1"), "1: a route that cannot serve is an error, not a log line")
+STRICT: Final = EnvVar("DLINFER_EXT_STRICT", "0", ("0", "1"), "1: a route that cannot serve is an error")
 CHECK: Final = EnvVar(
-    "DLINFER_EXT_CHECK", "0", ("0", "1"), "1: also check what only the device knows (slots, histories); reads the host"
+    "DLINFER_EXT_CHECK", "0", ("0", "1"), "1: also check slots, histories and acceptance, with host reads"
 )
 AUTOLOAD: Final = EnvVar("DLINFER_EXT_AUTOLOAD", "1", ("0", "1"), "0: `import torch` registers nothing for LMDeploy")
 CPU_DTYPE: Final = EnvVar(
@@ -58,7 +57,10 @@ CPU_DTYPE: Final = EnvVar(
     "float32: the CPU vendor runs the whole engine and its state pools in fp32 (LMDeploy itself allows 16-bit only)",
 )
 CPU_MEMORY: Final = EnvVar(
-    "DLINFER_EXT_CPU_MEMORY", "2147483648", (), "bytes of memory that the CPU vendor reports to LMDeploy as device memory"
+    "DLINFER_EXT_CPU_MEMORY",
+    "2147483648",
+    (),
+    "bytes that the CPU vendor reports to LMDeploy as device memory",
 )
 
 ALL: Final = (VENDOR, ROUTE, STRICT, CHECK, AUTOLOAD, CPU_DTYPE, CPU_MEMORY)

@@ -38,9 +38,7 @@ def require_shape(op: str, arg: str, t: Tensor, shape: Sequence[int | str]) -> N
 def require_same_device(op: str, first: str, ref: Tensor, **others: Tensor | None) -> None:
     for name, t in others.items():
         if t is not None and t.device != ref.device:
-            raise ValueError(
-                f"{op}: argument '{name}' is on {t.device}; wanted {ref.device}, where '{first}' is"
-            )
+            raise ValueError(f"{op}: argument '{name}' is on {t.device}; wanted {ref.device}, where '{first}' is")
 
 
 def require_inference(op: str, **tensors: Tensor | None) -> None:

@@ -343,12 +343,15 @@ def load_transformers(path: Path, dtype: str = "float32") -> Any:
 
 
 def transformers_greedy(path: Path, prompts_ids: list[list[int]], n: int) -> list[list[int]]:
-    """Greedy continuations by transformers in fp32 on one thread, each exactly ``n`` tokens: eos is ignored.
+    """Greedy continuations by transformers in fp32 on one thread, each exactly ``n`` tokens.
 
+    The end token is never chosen, which is what LMDeploy's ``ignore_eos`` does (it masks the end token's logit).
     Prompts of one length go as one batch; none is padded.
     """
     model, new = load_transformers(path), dict[int, list[int]]()
+    end = model.generation_config.eos_token_id
     model.generation_config.eos_token_id = None
+    model.generation_config.suppress_tokens = end if isinstance(end, list) else [end]
     with _one_thread():
         for length in {len(prompt) for prompt in prompts_ids}:
             rows = [i for i, prompt in enumerate(prompts_ids) if len(prompt) == length]

@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ def backend_class() -> type:
     """Return the CPU's backend: the Ascend one, with the answers that would ask a card."""
     from lmdeploy.pytorch.backends.graph_runner import GraphRunner
 
-    from ...vendor.cpu import cuda_names
     from .backend import GatedDeltaAscendBackend
 
     class CpuOpsBackend(GatedDeltaAscendBackend):
@@ -38,7 +36,7 @@ def backend_class() -> type:
 
         @staticmethod
         def init() -> None:
-            cuda_names.install()
+            """There is no card to initialise; the vendor's host shims were installed with the patches."""
 
         @staticmethod
         def ccl_backend() -> str:
@@ -57,7 +55,7 @@ def backend_class() -> type:
     return CpuOpsBackend
 
 
-def patch_notifier(module: ModuleType) -> str:
+def patch_notifier(module: Any) -> str:
     """Wait for the barrier in a thread.
 
     Every 32nd message both ranks enter `Notifier.wait_async`'s barrier on their event loop while the other may sit in
@@ -79,7 +77,7 @@ def patch_notifier(module: ModuleType) -> str:
     return "Notifier.wait_async waits in a thread"
 
 
-def patch_dtype(module: ModuleType) -> str:
+def patch_dtype(module: Any) -> str:
     """Run the engine in fp32 under DLINFER_EXT_CPU_DTYPE=float32; LMDeploy allows 16-bit types only."""
     original = module._update_torch_dtype
 
@@ -94,7 +92,7 @@ def patch_dtype(module: ModuleType) -> str:
     return "_update_torch_dtype honours DLINFER_EXT_CPU_DTYPE"
 
 
-def offer_ray_devices(module: ModuleType) -> str:
+def offer_ray_devices(module: Any) -> str:
     """Give Ray the NPU resource and the device list that LMDeploy's Ray executor asks for.
 
     Without the resource LMDeploy waits up to 1,800 s for a placement group. Values already set are kept.

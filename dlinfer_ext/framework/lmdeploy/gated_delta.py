@@ -5,6 +5,7 @@ Letters as in docs/en/operators.md: T tokens, N rows, W width, R state slots of 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class GatedDeltaMetadata(GatedDeltaMeta):  # type: ignore[misc]
         if not self.is_decoding and attn_metadata.cu_seqlens_q_cpu is not None:
             # A CPU tensor that the backend made for its attention operators: no device read.
             ends = attn_metadata.cu_seqlens_q_cpu.tolist()
-            self.host_lengths = tuple(b - a for a, b in zip(ends, ends[1:], strict=False))
+            self.host_lengths = tuple(b - a for a, b in pairwise(ends))
         counters.count_step(self, attn_metadata)
 
 
@@ -58,16 +59,6 @@ class GatedDeltaMetadataBuilder(GatedDeltaMetaImpl):  # type: ignore[misc]
 
 class CausalConv1d:
     """CausalConv1dBuildSpec: x [1, T, C], weight [C, 1, W], conv_state [S, L, C] (position-major), in place."""
-
-    def __init__(self) -> None:
-        self._weight: tuple[tuple[int, int], Tensor] | None = None
-
-    def _position_major(self, weight: Tensor) -> Tensor:
-        """Return the weight as [W, C] with channels contiguous, made once and again only if the weight changed."""
-        key = (weight.data_ptr(), weight._version)
-        if self._weight is None or self._weight[0] != key:
-            self._weight = (key, weight.detach().reshape(weight.size(0), -1).t().contiguous())
-        return self._weight[1]
 
     def forward(
         self,
@@ -88,7 +79,7 @@ class CausalConv1d:
         counters.add("causal_conv1d")
         out = ops.causal_conv1d(
             x[0],
-            self._position_major(weight),
+            weight.reshape(weight.size(0), -1).t(),  # a view: the operators take any strides
             bias,
             conv_state,
             cu_seqlens=meta.cu_seqlens,
@@ -140,8 +131,13 @@ class GatedDeltaRule:
             return out[None]
         counters.add("gated_delta_rule_update")
         rows = meta.state_indices.size(0)
+        q, k, v, g, beta = (t.unflatten(0, (rows, -1)) for t in (q, k, v, g, beta))
         out = ops.gated_delta_rule_update(
-            *(t.unflatten(0, (rows, -1)) for t in (q, k, v, g, beta)),
+            q,
+            k,
+            v,
+            g,
+            beta,
             recurrent_state,
             state_indices=meta.state_indices,
             history_lens=meta.history_lens,

@@ -19,7 +19,7 @@ from . import contract, pools
 logger = logging.getLogger("dlinfer_ext")
 
 MODELS: Final = "lmdeploy.pytorch.models"
-Apply = Callable[[ModuleType], str]
+Apply = Callable[[Any], str]  # the host's modules are not typed
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,10 @@ class Patch:
         return f"{self.hook} {self.module}"
 
 
-def _backend(module: ModuleType) -> str:
+def _backend(module: Any) -> str:
     if _vendor == "cpu":
-        from ...vendor.cpu import cuda_names
         from .cpu_host import backend_class
 
-        cuda_names.install()
         module.AscendOpsBackend = backend_class()
     else:
         from .backend import GatedDeltaAscendBackend
@@ -61,7 +59,7 @@ def _backend(module: ModuleType) -> str:
     return f"AscendOpsBackend is {module.AscendOpsBackend.__name__}"
 
 
-def _norm(module: ModuleType) -> str:
+def _norm(module: Any) -> str:
     from ... import ops
 
     def build_rmsnorm_gated(hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> Any:
@@ -71,7 +69,7 @@ def _norm(module: ModuleType) -> str:
     return "build_rmsnorm_gated gives dlinfer_ext's RMSNormGated"
 
 
-def _model_names(module: ModuleType) -> str:
+def _model_names(module: Any) -> str:
     """A model that was imported before its names were replaced, or that builds the metadata itself (Qwen3-Next)."""
     from lmdeploy.pytorch.nn import gated_delta
 
@@ -83,7 +81,7 @@ def _model_names(module: ModuleType) -> str:
 
 
 def _cpu(name: str) -> Apply:
-    def apply(module: ModuleType) -> str:
+    def apply(module: Any) -> str:
         from . import cpu_host
 
         return str(getattr(cpu_host, name)(module))
@@ -199,8 +197,10 @@ def install(vendor: str | None = None) -> None:
         raise RuntimeError(f"dlinfer_ext: vendor {_vendor} is installed in this process; cannot install {vendor}")
     _vendor = vendor
     if vendor == "cpu":
-        from ...vendor.cpu import importer
+        from ...vendor.cpu import cuda_names, importer
 
+        # Before anything else of LMDeploy: its environment check makes a tensor on "cuda".
+        cuda_names.install()
         importer.install_stand_in()
     for patch in PATCHES:
         if vendor in patch.vendors:

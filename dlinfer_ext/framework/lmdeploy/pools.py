@@ -6,7 +6,6 @@ element per cache line. LMDeploy zeroes and copies whole slots, so it does not c
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 
@@ -18,7 +17,7 @@ def position_major(config: Any) -> Any:
     return config
 
 
-def patch_builder(module: ModuleType, name: str) -> str:
+def patch_builder(module: Any, name: str) -> str:
     """Wrap `build` of the config builder `name` of a module."""
     builder = getattr(module, name)
     original = builder.build.__func__

@@ -22,10 +22,10 @@ from ... import envs
 _CPU: Final = torch.device("cpu")
 _DEVICE_KEYWORDS: Final = ("device", "map_location")
 _FACTORIES: Final = (
-    "arange as_tensor empty empty_like empty_strided eye full full_like linspace load logspace normal ones ones_like "
-    "rand rand_like randint randint_like randn randn_like randperm scalar_tensor tensor tril_indices triu_indices "
-    "zeros zeros_like"
-).split()
+    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "load"),
+    *("logspace", "normal", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like"),
+    *("randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like"),
+)
 _NEW_METHODS: Final = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 _installed = False
 
@@ -190,10 +190,9 @@ def _install_cuda_module() -> None:
         name="cpu", major=0, minor=0, total_memory=memory, uuid="cpu", multi_processor_count=1
     )
 
-    def nothing(*_: object, **__: object) -> None: ...
-
-    def no_bytes(*_: object, **__: object) -> int:
-        return 0
+    def answer(value: Any) -> Callable[..., Any]:
+        # A new function for every name: torch._dynamo's tables refuse one object under two names.
+        return lambda *_, **__: value
 
     _replace(
         torch.cuda,
@@ -201,22 +200,22 @@ def _install_cuda_module() -> None:
         Event=Event,
         stream=stream,
         current_stream=current_stream,
-        default_stream=current_stream,
-        synchronize=nothing,
-        empty_cache=nothing,
-        ipc_collect=nothing,
-        set_device=nothing,
-        reset_peak_memory_stats=nothing,
-        current_device=lambda: 0,
-        device_count=lambda: 1,
-        mem_get_info=lambda *_: (memory, memory),
-        memory_allocated=no_bytes,
-        memory_reserved=no_bytes,
-        max_memory_allocated=no_bytes,
-        get_device_name=lambda *_: "cpu",
-        get_device_capability=lambda *_: (0, 0),
-        get_device_properties=lambda *_: properties,
-        is_current_stream_capturing=lambda: False,
+        default_stream=lambda device=None: current_stream(device),
+        synchronize=answer(None),
+        empty_cache=answer(None),
+        ipc_collect=answer(None),
+        set_device=answer(None),
+        reset_peak_memory_stats=answer(None),
+        current_device=answer(0),
+        device_count=answer(1),
+        mem_get_info=answer((memory, memory)),
+        memory_allocated=answer(0),
+        memory_reserved=answer(0),
+        max_memory_allocated=answer(0),
+        get_device_name=answer("cpu"),
+        get_device_capability=answer((0, 0)),
+        get_device_properties=answer(properties),
+        is_current_stream_capturing=answer(False),
         device=lambda *_: contextlib.nullcontext(),
     )
 

@@ -85,7 +85,7 @@ def fill_kv_cache(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
-    """query [B, Q, H, D], key and value [B, KV, HKV, D]; mask broadcasts to [B, 1, Q, KV], True = seen."""
+    """Query [B, Q, H, D], key and value [B, KV, HKV, D]; mask broadcasts to [B, 1, Q, KV], True = seen."""
     out = F.scaled_dot_product_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask, scale=scale, enable_gqa=True
     )

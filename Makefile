@@ -1,0 +1,62 @@
+# `make demo` and `make test` do all their own set-up in .venv. Nothing else needs to be installed but Python 3.11.
+#
+#   PYTHON=python3.11   the interpreter that makes .venv
+#   TORCH_INDEX=URL     index of PyTorch's CPU builds, where pip's default index offers CUDA builds only
+#   DRAFTS=4 PORT=23333 options of demo and serve
+PYTHON ?= python3.11
+TORCH_INDEX ?=
+DRAFTS ?= 4
+PORT ?= 23333
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --no-deps
+# One thread a process: the tiny models are faster so, and two test processes share two cores.
+export OMP_NUM_THREADS ?= 1
+export PIP_NO_WARN_SCRIPT_LOCATION = 1
+
+.PHONY: demo serve test lint types format bench clean help
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/.engine: requirements/engine.txt setup.py
+	@echo "[1/3] virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "[2/3] packages of requirements/engine.txt (torch $(if $(TORCH_INDEX),from $(TORCH_INDEX),from pip's index))"
+	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements/engine.txt
+	@echo "[3/3] this package, editable"
+	@$(PIP) setuptools==81.0.0 wheel==0.48.0
+	@$(PIP) --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.engine requirements/dev.txt
+	@echo "[dev] packages of requirements/dev.txt"
+	@$(PIP) -r requirements/dev.txt
+	@touch $@
+
+demo: $(VENV)/.engine ## serve the trained tiny Qwen3.5 with MTP through stock LMDeploy, ask it, check it
+	@$(BIN)/python -m dlinfer_ext demo --drafts $(DRAFTS)
+
+serve: $(VENV)/.engine ## leave the demo's server running on 127.0.0.1:$(PORT)
+	@$(BIN)/python -m dlinfer_ext demo --serve --drafts $(DRAFTS) --port $(PORT)
+
+test: $(VENV)/.dev ## all tests
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+lint: $(VENV)/.dev ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev ## mypy --strict
+	$(BIN)/mypy
+
+format: $(VENV)/.dev ## rewrite the sources as `make lint` wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.engine ## operators against public formulations of the same work, ratios in one run
+	$(BIN)/python -m dlinfer_ext bench ops
+
+clean: ## remove what the targets made
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,171 @@
+"""`demo`: the stock LMDeploy server on the trained tiny Qwen3.5, with MTP, asked and checked."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+import time
+import urllib.request
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from . import server as serve
+
+CHECKPOINT = Path("examples/checkpoints/tiny_qwen3_5")
+MODEL = "tiny-qwen3.5"
+PROMPTS = (
+    'import os\n\n\ndef read_file(path):\n    """Return the contents of a file."""\n',
+    "class Server:\n    def __init__(self, host, port):\n        self.host = host\n",
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One prompt's continuation."""
+
+    prompt: str
+    text: str
+    tokens: int
+    seconds: float
+    identical: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, default=CHECKPOINT, help="checkpoint folder (default: the trained one)")
+    parser.add_argument("--drafts", type=int, default=4, help="draft tokens per step (default 4; 0 turns MTP off)")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens to generate per prompt (default 96)")
+    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
+    parser.add_argument("--serve", action="store_true", help="leave the server running and print how to ask it")
+    parser.epilog = "Exit code 1: no server, an answer that differs from transformers, or no draft accepted."
+
+
+def run(args: argparse.Namespace) -> int:
+    if not (args.model / "config.json").is_file():
+        print(f"demo: {args.model} holds no config.json; run from the root or pass --model", file=sys.stderr)
+        return 1
+    port = args.port or serve.free_port()
+    line = serve.command(args.model.resolve(), MODEL, port, args.drafts)
+    say = (lambda *_: None) if args.json else print
+    say("$ DLINFER_EXT_VENDOR=cpu DLINFER_EXT_CPU_DTYPE=float32 lmdeploy " + " ".join(map(str, line[3:])))
+    with tempfile.NamedTemporaryFile(prefix="dlinfer_ext_server_", suffix=".log") as log:
+        started = time.monotonic()
+        try:
+            with serve.serving(line, MODEL, port, log.file, serve.environment()) as server:
+                say(f"server up in {time.monotonic() - started:.1f} s at {server.url}")
+                if args.serve:
+                    return _leave_running(server)
+                report = _ask(server, args)
+        except RuntimeError as error:
+            print(f"demo: {error}\n{Path(log.name).read_text(errors='replace')[-4000:]}", file=sys.stderr)
+            return 1
+    report["command"] = line[1:]
+    ok = report["token_identical"] and (not args.drafts or report["accepted"] > 0)
+    print(json.dumps(report, indent=2) if args.json else _text(report))
+    return 0 if ok else 1
+
+
+def _ask(server: serve.Server, args: argparse.Namespace) -> dict[str, Any]:
+    from openai import OpenAI
+
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120)
+    expected = _transformers(args.model, args.tokens)
+    answers = []
+    for prompt, want in zip(PROMPTS, expected, strict=True):
+        start = time.monotonic()
+        reply = client.completions.create(
+            model=server.model,
+            prompt=prompt,
+            max_tokens=args.tokens,
+            temperature=0,
+            extra_body={"ignore_eos": True, "top_k": 1},
+        )
+        seconds = time.monotonic() - start
+        ids = _generate(server, prompt, args.tokens)
+        assert reply.usage is not None
+        answers.append(Answer(prompt, reply.choices[0].text, reply.usage.completion_tokens, seconds, ids == want))
+    return {
+        "answers": [asdict(a) for a in answers],
+        "tokens_per_second": sum(a.tokens for a in answers) / sum(a.seconds for a in answers),
+        "token_identical": all(a.identical for a in answers),
+        **_acceptance(server, args.drafts),
+    }
+
+
+def _generate(server: serve.Server, prompt: str, tokens: int) -> list[int]:
+    """Ask LMDeploy's /generate, which returns token ids; the OpenAI completion returns text only."""
+    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "top_k": 1, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{server.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        ids: list[int] = json.load(reply)["output_ids"]
+    return ids
+
+
+def _transformers(checkpoint: Path, tokens: int) -> list[list[int]]:
+    """Return the greedy continuations by transformers in fp32."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3_5ForConditionalGeneration
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = Qwen3_5ForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    # `ignore_eos` masks the end token in LMDeploy, so it is never chosen here either.
+    model.generation_config.suppress_tokens = [model.generation_config.eos_token_id]
+    model.generation_config.eos_token_id = None
+    outputs = []
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        with torch.no_grad():
+            out = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False
+            )
+        outputs.append(out[0, ids.size(1) :].tolist())
+    return outputs
+
+
+def _acceptance(server: serve.Server, drafts: int) -> dict[str, Any]:
+    """Read the accepted drafts by position from the server's own /metrics."""
+    if not drafts:
+        return {"verify_steps": 0, "accepted": 0, "accepted_by_position": []}
+    metrics = server.get("/metrics")
+
+    def total(name: str, label: str = "") -> float:
+        rows = re.findall(rf"^lmdeploy:spec_decode_{name}_total\{{(.*?)\}} (\S+)$", metrics, re.MULTILINE)
+        return sum(float(value) for labels, value in rows if label in labels)
+
+    steps = total("num_drafts")
+    by_position = [total("num_accepted_tokens_per_pos", f'position="{p}"') for p in range(drafts)]
+    return {
+        "verify_steps": int(steps),
+        "accepted": int(total("num_accepted_tokens")),
+        "accepted_by_position": [round(n / steps, 3) if steps else 0.0 for n in by_position],
+    }
+
+
+def _text(report: dict[str, Any]) -> str:
+    lines = []
+    for a in report["answers"]:
+        lines += ["", "--- prompt", a["prompt"].rstrip(), "--- continuation", a["text"].rstrip()]
+    lines += ["", f"tokens/s (server, one request at a time): {report['tokens_per_second']:.0f}"]
+    if report["accepted_by_position"]:
+        lines.append(
+            f"drafts accepted by position: {' '.join(f'{p:.3f}' for p in report['accepted_by_position'])} "
+            f"({report['accepted']} in {report['verify_steps']} verify steps)"
+        )
+    lines.append(f"token-identical to transformers: {'yes' if report['token_identical'] else 'no'}")
+    return "\n".join(lines)
+
+
+def _leave_running(server: serve.Server) -> int:
+    body = json.dumps({"model": server.model, "prompt": "def main():", "max_tokens": 48, "temperature": 0})
+    print(f"ask it:  curl {server.url}/v1/completions -H 'Content-Type: application/json' -d '{body}'")
+    print("stop it: Ctrl-C")
+    try:
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        return 0

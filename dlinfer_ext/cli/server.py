@@ -1,0 +1,101 @@
+"""Start and stop the stock LMDeploy server on this CPU; used by `demo` and by the server tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that answers."""
+
+    url: str
+    model: str
+    pid: int
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=10) as reply:
+            text: str = reply.read().decode()
+        return text
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+    return port
+
+
+def command(checkpoint: Path, model: str, port: int, drafts: int, extra: tuple[str, ...] = ()) -> list[str]:
+    """Return the command line of a stock server, as a user would type it, bound to loopback."""
+    line = [sys.executable, "-m", "lmdeploy", "serve", "api_server", str(checkpoint)]
+    line += ["--backend", "pytorch", "--device", "ascend", "--eager-mode", "--model-name", model]
+    line += ["--server-name", "127.0.0.1", "--server-port", str(port), "--session-len", "2048"]
+    line += ["--max-batch-size", "8", "--cache-max-entry-count", "0.2"]
+    if drafts:
+        line += ["--speculative-algorithm", "qwen3_5_mtp", "--speculative-num-draft-tokens", str(drafts)]
+    return [*line, *extra]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return the environment of a CPU run in fp32: the vendor, and nothing of ours in the user's code."""
+    fixed = {"DLINFER_EXT_VENDOR": "cpu", "DLINFER_EXT_CPU_DTYPE": "float32", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **fixed, "HF_HUB_OFFLINE": "1", **more}
+
+
+@contextmanager
+def serving(
+    line: list[str], model: str, port: int, log: IO[bytes], env: Mapping[str, str], timeout_s: float = 180
+) -> Iterator[Server]:
+    """Run a server until the block ends, then stop its whole process group.
+
+    Raises:
+        RuntimeError: it ended or did not answer in `timeout_s` seconds.
+    """
+    process = subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT, env=dict(env), start_new_session=True)
+    try:
+        server = Server(f"http://127.0.0.1:{port}", model, process.pid)
+        deadline = time.monotonic() + timeout_s
+        while not _answers(server):
+            if process.poll() is not None:
+                raise RuntimeError(f"the server ended with code {process.returncode} before it answered")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the server did not answer within {timeout_s:.0f} s")
+            time.sleep(0.3)
+        yield server
+    finally:
+        _stop(process)
+
+
+def _answers(server: Server) -> bool:
+    try:
+        server.get("/v1/models")
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+    return True
+
+
+def _stop(process: subprocess.Popen[bytes], patience_s: float = 15) -> None:
+    """Ask the group to end, then make it: tp > 1 has workers that outlive a killed parent."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, how)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait(patience_s)

@@ -1,0 +1,107 @@
+"""Run a scenario of `run_pipeline.py` in a process of its own, and the reference it is compared with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from tests.e2e.checkpoints import transformers_greedy
+
+ROOT = Path(__file__).parents[2]
+SHORT = ("ab", "x")  # two tokens and one: shorter than the convolution's window
+PROMPTS = (
+    "hello world",
+    "ab",
+    "The quick brown fox jumps over the lazy dog. " * 3,
+    "x" * 70 + "yz",
+    "0123456789 abcdefghijklmnopqrstuvwxyz",
+)
+
+
+def run(
+    model: Path,
+    batches: list[list[str]],
+    *,
+    tokens: int = 48,
+    drafts: int = 0,
+    fault: str = "",
+    logits: Path | None = None,
+    timeout_s: float = 240,
+    env: dict[str, str] | None = None,
+    **engine: Any,
+) -> dict[str, Any]:
+    """Run one scenario and return what `run_pipeline.run` returns; in fp32 unless `env` says otherwise.
+
+    `logits` names a safetensors file for the logits of the generated tokens, one tensor per prompt.
+
+    Raises:
+        AssertionError: the process failed or printed no result; its output is in the message.
+    """
+    scenario = {
+        "model": str(model),
+        "batches": batches,
+        "tokens": tokens,
+        "drafts": drafts,
+        "fault": fault,
+        "logits": str(logits or ""),
+        "engine": engine,
+    }
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("DLINFER_EXT_")}
+    clean |= {
+        "DLINFER_EXT_VENDOR": "cpu",
+        "DLINFER_EXT_CPU_DTYPE": "float32",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "DLINFER_EXT_STRICT": "1",
+        **(env or {}),
+    }
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(scenario, file)
+        file.flush()
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.e2e.run_pipeline", file.name],
+            cwd=ROOT,
+            env=clean,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert results, f"no result, exit code {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    result: dict[str, Any] = json.loads(results[-1].removeprefix("RESULT "))
+    assert result["counters"].get("causal_conv1d", 0) > 0 or engine.get("tp", 1) > 1, "our operators did not run"
+    return result
+
+
+@cache
+def expected(model: Path, prompts: tuple[str, ...], tokens: int) -> list[list[int]]:
+    """Return transformers' greedy continuations."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return transformers_greedy(model, [tokenizer(p).input_ids for p in prompts], tokens)
+
+
+def first_difference(got: list[int], want: list[int]) -> int | None:
+    """Return the position of the first token that differs, or None."""
+    pairs = zip(got, want, strict=True)
+    return next((i for i, (g, w) in enumerate(pairs) if g != w), None)
+
+
+def assert_identical(result: dict[str, Any], want: list[list[int]]) -> None:
+    """Fail with the first difference of every prompt that has one."""
+    assert len(result["tokens"]) == len(want)
+    different = {i: first_difference(g, w) for i, (g, w) in enumerate(zip(result["tokens"], want, strict=True))}
+    wrong = {i: at for i, at in different.items() if at is not None}
+    assert not wrong, f"prompt: first differing token = {wrong}; counters {result['counters']}"
+
+
+def accepted(result: dict[str, Any]) -> int:
+    """Return how many drafts were accepted."""
+    return sum(int(n) * times for n, times in result["accepted"].items())
