@@ -302,7 +302,9 @@ class Reads(NamedTuple):
 
     @classmethod
     def build(cls, moves: Moves, flat: FlatPool) -> Reads:
-        places = flat.at(moves.read_slots.clamp(min=0)[:, None], moves.read_columns.clamp(min=0))
+        # A padding row's slot may lie on either side of the pool.
+        slots = moves.read_slots.masked_fill(~moves.live, 0)[:, None]
+        places = flat.at(slots, moves.read_columns.clamp(min=0))
         none = (moves.read_columns < 0).to(_BITS[flat.view.element_size()])
         return cls(places.flatten(), none.view(-1, 1) - 1)
 
