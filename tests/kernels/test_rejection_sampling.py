@@ -481,3 +481,16 @@ def test_an_id_of_weight_zero_is_never_picked(vocab: int, live: int, v: float, e
     weights[0, places] = torch.rand(live, generator=generator).add_(1e-3).mul_(10.0**exponent)
     token = int(eager.pick(weights, torch.tensor([v])))
     assert weights[0, token] > 0
+
+
+@pytest.mark.parametrize(
+    ("threshold", "running", "want"),
+    [
+        pytest.param(-1e-9, [0.0, 1.0, 1.0, 2.0], 1, id="below-zero"),
+        pytest.param(2.0, [0.0, 1.0, 1.0, 2.0], 3, id="at-the-total"),
+        pytest.param(0.5, [0.6, 0.4, 1.0, 2.0], 3, id="sums-that-fall"),
+    ],
+)
+def test_rounded_sums_still_lead_to_a_positive_weight(threshold: float, running: list[float], want: int) -> None:
+    weights = torch.tensor([[0.0, 1.0, 0.0, 1.0]])
+    assert eager.first_above(torch.tensor([running]), torch.tensor([threshold]), weights).tolist() == [want]
