@@ -397,7 +397,7 @@ class Sizes(NamedTuple):
         most = max(min(elements // min(tokens, 64 if shifted else 256), 5 * elements // max(held, 1)) // _LANES, 1)
         lanes = math.ceil(channels / _LANES)
         taken = math.ceil(lanes / math.ceil(lanes / most)) * _LANES
-        return cls(tokens, rows, width, shifted, taken, elements // taken)
+        return cls(tokens, rows, width, shifted, taken, min(elements // taken, tokens))
 
 
 class Taps(NamedTuple):
@@ -492,7 +492,7 @@ class Scratch(NamedTuple):
             rows(size.width).unbind(),
             rows(1)[0].zero_(),
             rows(history + looked_up),
-            rows(before + min(size.block, size.tokens) if size.shifted else 0),
+            rows(before + size.block if size.shifted else 0),
             rows(min(size.block, looked_up)),
             sums,
             rounded,
