@@ -19,7 +19,16 @@ from torch import Tensor
 
 from ..common.index import row_of_token
 from ..common.numerics import l2norm
-from ..common.state_pool import FlatPool, donor_rows, flatten_pool, live_slots, read_state, ring_slot, write_state
+from ..common.state_pool import (
+    FlatPool,
+    clear_rows,
+    donor_rows,
+    flatten_pool,
+    live_slots,
+    read_stored,
+    ring_slot,
+    write_state,
+)
 from .chunk_eager import scan_chunks
 from .inputs import Options, Tokens
 
@@ -40,6 +49,7 @@ class StepRows:
         write: int64 [N, Q] the place after each token, or [N, 1] the place after the last.
         each_token: which of the two.
         fresh: bool [N], rows that start from a zero state; None if none does.
+        idle: bool [N], rows of a block without a live row; None if there can be none.
     """
 
     live: Tensor | None
@@ -48,6 +58,7 @@ class StepRows:
     write: Tensor
     each_token: bool
     fresh: Tensor | None
+    idle: Tensor | None = None
 
 
 class StepInputs(NamedTuple):
@@ -159,13 +170,14 @@ def repeat_donors(plan: StepRows, tokens: Tokens, block: int) -> tuple[StepRows,
         return plan, tokens, None
     donor = donor_rows(plan.live, block)
     steps = tokens.q.shape[0]
-    still = (~plan.live.index_select(0, donor)).expand(steps, -1)
+    idle = ~plan.live.index_select(0, donor)
+    still = idle.expand(steps, -1)
     if plan.length is not None:
         token = torch.arange(steps, device=donor.device)[:, None]
         still = still | (token >= plan.length.index_select(0, donor))
     fresh = None if plan.fresh is None else plan.fresh.index_select(0, donor)
     read, write = plan.read.index_select(0, donor), plan.write.index_select(0, donor)
-    by_donor = StepRows(plan.live, plan.length, read, write, plan.each_token, fresh)
+    by_donor = StepRows(plan.live, plan.length, read, write, plan.each_token, fresh, idle)
     return by_donor, tokens.map(lambda x: x.index_select(1, donor)), still
 
 
@@ -249,16 +261,20 @@ def run_steps(x: Tokens, pool: FlatPool, plan: StepRows, options: Options) -> Te
     for block in blocks:
         n, hs, vs = block
         view = pool.view[:, hs, vs] if v_first else pool.view[:, hs, :, vs]
-        states = read_state(view, plan.read[n], None if plan.fresh is None else plan.fresh[n])
+        idle = None if plan.idle is None else plan.idle[n]
+        stored = read_stored(view, plan.read[n], None if plan.fresh is None else plan.fresh[n])
+        states, kept = stored.float(), None
+        if states is not stored and idle is not None:
+            kept = clear_rows(stored, ~idle)
         state = states.flatten(0, 1)
         first, last = n.start * heads + hs.start, (n.stop - 1) * heads + hs.stop
         for t, token in enumerate(inputs.of_heads(first, last)):
             u, y = step_state(state, token, vs, v_first)
             torch.addcmul(y, token.dot, u, out=o[t, first:last, vs])
             if plan.each_token:
-                write_state(view, plan.write[n, t], states)
+                write_state(view, plan.write[n, t], states, kept, idle)
         if not plan.each_token:
-            write_state(view, plan.write[n, 0], states)
+            write_state(view, plan.write[n, 0], states, kept, idle)
     o = o.view(steps, rows, heads, values)
     if plan.live is not None:
         o = torch.where(plan.live[:, None, None], o, 0.0)
