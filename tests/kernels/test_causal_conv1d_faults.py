@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dlinfer_ext.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
+from dlinfer_ext.ops.causal_conv1d import Layout, causal_conv1d, causal_conv1d_update
 from dlinfer_ext.testing import guarded_pool, no_host_reads, untouched
 from dlinfer_ext.vendor.ascend.triton_ops import causal_conv1d_fn, causal_conv1d_ref, causal_conv1d_update_npu
 
@@ -389,6 +389,13 @@ def _() -> None:
     got = causal_conv1d_update(column(1), pool, ONES.t(), torch.ones(1), None, ints(1), cache_seqlens=ints(-4))
     assert got.item() == 0
     assert torch.equal(storage, before)
+    both: tuple[Layout, ...] = ("linear", "ring")
+    for layout in both:
+        got = causal_conv1d(
+            column(1), ONES.t(), torch.ones(1), pool, cu_seqlens=ints(0, 1), history_lens=ints(-4), layout=layout
+        )
+        assert got.item() == 0
+        assert torch.equal(storage, before)
 
 
 @fault("R22")

@@ -49,13 +49,14 @@ class Prefill:
         )
 
     def loop(self) -> Tensor:
-        states, outs = self.pool.transpose(1, 2), []
+        # In fp32, as depthwise F.conv1d is tens of times slower on a CPU in bf16.
+        states, outs, weight = self.pool.transpose(1, 2), [], self.weight.float()[:, None]
         for row, (start, end) in enumerate(pairwise(self.host_starts)):
             slot = self.host_slots[row]
             full = torch.cat([states[slot][:, self.read[row]], self.x.t()[:, start:end]], 1)
-            out = F.conv1d(full[None], self.weight[:, None], groups=full.shape[0])
+            out = F.conv1d(full[None].float(), weight, groups=full.shape[0])
             states[slot][:, self.write[row]] = full[:, -WIDTH:]
-            outs.append(F.silu(out[0]))
+            outs.append(F.silu(out[0]).to(full.dtype))
         return torch.cat(outs, 1)
 
     def copy(self) -> Tensor:
