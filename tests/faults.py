@@ -108,7 +108,7 @@ def pad_row_written() -> None:
         if pool is not None and pool.shape[0]:
             slots = {k: getattr(moves, k).remainder(pool.shape[0]) for k in ("read_slots", "write_slots")}
             moves = moves._replace(**slots)
-        return run(x, weight, bias, pool, cu_seqlens, moves, act)
+        return run(x, weight, bias, pool, cu_seqlens, moves, activation)
 
     conv.live_rows = rows_with_tokens
     conv.run = faulty

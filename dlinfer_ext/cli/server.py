@@ -43,7 +43,8 @@ def command(checkpoint: Path, model: str, port: int, drafts: int, extra: tuple[s
     line = [sys.executable, "-m", "lmdeploy", "serve", "api_server", str(checkpoint)]
     line += ["--backend", "pytorch", "--device", "ascend", "--eager-mode", "--model-name", model]
     line += ["--server-name", "127.0.0.1", "--server-port", str(port), "--session-len", "2048"]
-    line += ["--max-batch-size", "8", "--cache-max-entry-count", "0.2"]
+    # The checkpoint is of Qwen3.5's vision-language form, but holds no trained vision part.
+    line += ["--max-batch-size", "8", "--cache-max-entry-count", "0.2", "--language-model-only"]
     if drafts:
         line += ["--speculative-algorithm", "qwen3_5_mtp", "--speculative-num-draft-tokens", str(drafts)]
     return [*line, *extra]

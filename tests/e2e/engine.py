@@ -33,14 +33,14 @@ def run(
     tokens: int = 48,
     drafts: int = 0,
     fault: str = "",
-    logits: Path | None = None,
+    top_logits: int = 0,
     timeout_s: float = 240,
     env: dict[str, str] | None = None,
     **engine: Any,
 ) -> dict[str, Any]:
     """Run one scenario and return what `run_pipeline.run` returns; in fp32 unless `env` says otherwise.
 
-    `logits` names a safetensors file for the logits of the generated tokens, one tensor per prompt.
+    With `top_logits` the result holds that many of the largest logits of every generated token, by id.
 
     Raises:
         AssertionError: the process failed or printed no result; its output is in the message.
@@ -51,7 +51,7 @@ def run(
         "tokens": tokens,
         "drafts": drafts,
         "fault": fault,
-        "logits": str(logits or ""),
+        "top_logits": top_logits,
         "engine": engine,
     }
     clean = {k: v for k, v in os.environ.items() if not k.startswith("DLINFER_EXT_")}

@@ -50,6 +50,8 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         "language_model_only": True,
         **scenario.get("engine", {}),
     }
+    if scenario.get("top_logits"):
+        engine["logprobs_mode"] = "raw_logits"
     more: dict[str, Any] = {}
     if scenario.get("drafts"):
         more["speculative_config"] = SpeculativeConfig(method="qwen3_5_mtp", num_speculative_tokens=scenario["drafts"])
@@ -58,22 +60,19 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         max_new_tokens=scenario["tokens"],
         do_sample=False,
         ignore_eos=True,
-        output_logits="generation" if scenario.get("logits") else None,
+        logprobs=scenario.get("top_logits") or None,
     )
     outputs = []
     with pipe:
         for batch in scenario["batches"]:
             outputs += pipe(batch, gen_config=config, do_preprocess=False)
-    if scenario.get("logits"):
-        from safetensors.torch import save_file
-
-        save_file({str(i): o.logits.contiguous() for i, o in enumerate(outputs)}, scenario["logits"])
     from dlinfer_ext.framework.lmdeploy import counters, status
 
     return {
         "tokens": [o.token_ids for o in outputs],
         "finish": [o.finish_reason for o in outputs],
         "cached_tokens": [o.cached_tokens for o in outputs],
+        "top_logits": [o.logprobs for o in outputs],
         "accepted": {str(k): v for k, v in sorted(histogram.items())},
         "counters": counters.snapshot(),
         "status": status(),
