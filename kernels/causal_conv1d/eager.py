@@ -26,7 +26,7 @@ from ..common.state_pool import FlatPool, flatten_pool
 _LANES: Final = 64
 _GRAIN: Final = 32768  # at::internal::GRAIN_SIZE
 _DEVICE_BLOCK: Final = 1 << 22
-_BITS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+_BITS: Final = {4: torch.int32, 2: torch.int16}
 
 
 class Moves(NamedTuple):
