@@ -31,7 +31,7 @@ class FlatPool:
 
     def at(self, slots: Tensor, entries: Tensor | None = None) -> Tensor:
         """Return the flat numbers (int64) of slots, and of ring entries in them."""
-        flat = slots.long() * self.slot_step
+        flat = slots.long() if self.slot_step == 1 else slots.long() * self.slot_step
         return flat if entries is None else flat + entries.long() * self.ring_step
 
 
@@ -55,7 +55,8 @@ def ring_slot(history: Tensor, offset: int | Tensor, ring: int) -> Tensor:
 
 def live_slots(slots: Tensor, pad_slot_id: int) -> Tensor:
     """Return where a slot number names a state: not negative and not `pad_slot_id`."""
-    return (slots >= 0) & (slots != pad_slot_id)
+    live = slots >= 0
+    return live if pad_slot_id < 0 else live & (slots != pad_slot_id)
 
 
 def donor_rows(live: Tensor, block: int) -> Tensor:
@@ -75,54 +76,49 @@ def donor_rows(live: Tensor, block: int) -> Tensor:
     if block >= live.shape[0]:
         return torch.where(live, rows, live.int().argmax()) if live.shape[0] else rows
     blocks = torch.nn.functional.pad(live.int(), (0, -live.shape[0] % block)).view(-1, block)
-    first = blocks.argmax(1) + torch.arange(0, live.shape[0], block, device=live.device)
-    return torch.where(live, rows, first[rows // block])
+    first = blocks.argmax(1, keepdim=True) + torch.arange(0, live.shape[0], block, device=live.device)[:, None]
+    return torch.where(live, rows, first.expand(-1, block).flatten()[: live.shape[0]])
 
 
-def _bits(x: Tensor) -> Tensor:
-    # Bit operations are several times faster on a CPU than masked_fill_ and where, and leave every NaN as it is.
-    return x.view({4: torch.int32, 2: torch.int16}[x.element_size()])
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
-def clear_rows(states: Tensor, rows: Tensor) -> Tensor:
-    """Set to zero, in place, the rows of [N, HV, A, B] where `rows` (bool [N]) is true, NaN included."""
-    bits = _bits(states)
-    bits.bitwise_and_((rows.to(bits.dtype) - 1)[:, None, None, None])
-    return states
+def row_mask(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [N, 1, 1, 1] with all bits set where `rows` (bool [N]) is true and none elsewhere, as wide as `dtype`.
+
+    Rows of states are cleared and chosen by bit operations: several times faster on a CPU than masked_fill_ and where,
+    and every NaN stays as it is.
+    """
+    return rows.to(_BITS[dtype]).neg_()[:, None, None, None]
 
 
-def read_stored(view: Tensor, index: Tensor, fresh: Tensor | None) -> Tensor:
-    """Return copies of the addressed states in the pool's dtype, zero where `fresh`.
+def read_stored(view: Tensor, index: Tensor, mask: Tensor | None) -> Tensor:
+    """Return copies of the addressed states in the pool's dtype.
 
     Args:
         view: [X, HV, A, B].
         index: int64 [N].
-        fresh: bool [N] or None.
+        mask: `row_mask` [N, 1, 1, 1], zero for the rows to read as zero whatever they hold; None if there is none.
     """
     stored = view.index_select(0, index)
-    return stored if fresh is None else clear_rows(stored, fresh)
+    if mask is not None:
+        stored.view(mask.dtype).bitwise_and_(mask)
+    return stored
 
 
-def read_state(view: Tensor, index: Tensor, fresh: Tensor | None) -> Tensor:
-    """Return fp32 copies of the addressed states; arguments as in `read_stored`."""
-    return read_stored(view, index, fresh).float()
-
-
-def write_state(
-    view: Tensor, index: Tensor, states: Tensor, stored: Tensor | None = None, keep: Tensor | None = None
-) -> None:
+def write_state(view: Tensor, index: Tensor, states: Tensor, stored: Tensor, keep: Tensor | None) -> None:
     """Store states at the addressed places, rounded once to the pool's dtype.
 
     Args:
         view: [X, HV, A, B], mutated.
         index: int64 [N].
-        states: [N, HV, A, B].
-        stored: what the places hold, in the pool's dtype; zero in the rows that are not kept.
-        keep: bool [N], rows that are written back as `stored`, bit for bit; rounding would change a NaN.
+        states: [N, HV, A, B]; as `stored`, it may be overwritten if `keep` is given.
+        stored: [N, HV, A, B], what the places hold, in the pool's dtype.
+        keep: `row_mask` [N, 1, 1, 1] of rows to write back as `stored`, bit for bit (rounding would change a NaN).
     """
     states = states.to(view.dtype)
-    if stored is not None and keep is not None:
-        _bits(clear_rows(states, keep)).bitwise_or_(_bits(stored))
+    if keep is not None:
+        states.view(keep.dtype).bitwise_and_(~keep).bitwise_or_(stored.view(keep.dtype) & keep)
     view.index_copy_(0, index, states)
 
 
@@ -130,5 +126,5 @@ def write_live_state(view: Tensor, index: Tensor, states: Tensor, live: Tensor) 
     """Store the states of live rows only; `index` of the others may be anything within the pool."""
     donor = donor_rows(live, live.shape[0])
     index, states = index[donor], states.index_select(0, donor).to(view.dtype)
-    none_live = ~live.any().expand_as(live)
-    write_state(view, index, states, read_stored(view, index, ~none_live), none_live)
+    none_live = row_mask(~live.any().expand_as(live), view.dtype)
+    write_state(view, index, states, read_stored(view, index, None), none_live)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..common.chunks import ChunkGrid, chunk_grid
 from ..common.numerics import l2norm
-from ..common.state_pool import FlatPool, flatten_pool, live_slots, read_state, ring_slot, write_live_state
+from ..common.state_pool import FlatPool, flatten_pool, live_slots, read_stored, ring_slot, row_mask, write_live_state
 from .inputs import Options, Tokens
 
 CHUNK = 32
@@ -175,7 +175,7 @@ def scan_chunks(
     read, write, fresh, live = state_places(pool, cu_seqlens, state_indices, history_lens, options.pad_slot_id)
     place = grid.place_of(live)
     read, write, live = read[grid.rows], write[grid.rows], live[grid.rows]
-    fresh = None if fresh is None else fresh[grid.rows]
+    clear = None if fresh is None else row_mask(~fresh[grid.rows], pool.view.dtype)
     gates, betas = gather_gate(x.g, grid), gather_gate(x.beta, grid)
 
     group, chunks, positions = value_heads // heads, grid.valid.shape[0], grid.valid.numel()
@@ -203,7 +203,7 @@ def scan_chunks(
             end, p = decay[:, :, -1, :, None], decay.mul(scores[:, :, :size])
             gather_chunks(x.v[:, hv], grid, bv).mul_(b)
             view = pool_view[:, hs, j]
-            state = read_state(view, read, fresh)
+            state = read_stored(view, read, clear).float()
             terms = ChunkTerms(*(y.flatten(0, 1) for y in (qk, t, p, bv, start, b * start, end)))
             ranks = terms.split_ranks([n * block for n in grid.counts])
             for n, o_part, rank in zip(grid.counts, o_chunks, ranks, strict=True):

@@ -11,6 +11,7 @@ which is the recurrence with the decay moved behind the product (Yang et al., Ga
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,19 +22,19 @@ from ..common.index import row_of_token
 from ..common.numerics import l2norm
 from ..common.state_pool import (
     FlatPool,
-    clear_rows,
     donor_rows,
     flatten_pool,
     live_slots,
     read_stored,
     ring_slot,
+    row_mask,
     write_state,
 )
 from .chunk_eager import scan_chunks
 from .inputs import Options, Tokens
 
 # Small enough to stay in a last-level cache, large enough that the calls cost little against the work.
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 2 << 20
 # Of the state addressed, how much one block may take.
 BLOCK_FRACTION = 7
 
@@ -46,7 +47,7 @@ class StepRows:
         live: bool [N], rows that have a state; None if all have.
         length: int64 [N], tokens of each row; None if all have Q.
         read: int64 [N], flat place of the state before the step.
-        write: int64 [N, Q] the place after each token, or [N, 1] the place after the last.
+        write: int64 [Q, N] the place after each token, or [1, N] the place after the last.
         each_token: which of the two.
         fresh: bool [N], rows that start from a zero state; None if none does.
         idle: bool [N], rows of a block without a live row; None if there can be none.
@@ -62,15 +63,15 @@ class StepRows:
 
 
 class StepInputs(NamedTuple):
-    """The inputs of a step in fp32, step by step; M = rows · HV, a row's heads side by side.
+    """The inputs of a token in fp32; M = rows · HV, a row's heads side by side.
 
     Attributes:
-        kq: [Q, M, 2, K], the key and the scaled query times the decay.
-        bv: [Q, M, V], beta · v.
-        bd: [Q, M, 1], beta · decay.
-        decay: [Q, M, 1].
-        dot: [Q, M, 1], key · scaled query.
-        still: bool [Q, M, 1], where the state must stay as it is (decay and key are 1); None if nowhere.
+        kq: [M, 2, K], the key and the scaled query times the decay.
+        bv: [M, V], beta · v.
+        bd: [M, 1], beta · decay.
+        decay: [M, 1, 1].
+        dot: [M, 1], key · scaled query.
+        still: bool [M, 1], where the state must stay as it is (decay and key are 1); None if nowhere.
     """
 
     kq: Tensor
@@ -80,20 +81,25 @@ class StepInputs(NamedTuple):
     dot: Tensor
     still: Tensor | None
 
-    def of_heads(self, first: int, last: int) -> list[StepInputs]:
-        """Return the inputs of the heads first..last-1 of M, one item per token."""
+    def split(self, sizes: Sequence[int]) -> list[StepInputs]:
+        """Return the inputs of consecutive runs of M."""
+        stills = [None] * len(sizes) if self.still is None else self.still.split(sizes)
         tensors = (self.kq, self.bv, self.bd, self.decay, self.dot)
-        stills = [None] * self.bv.shape[0] if self.still is None else self.still[:, first:last].unbind()
-        per_token = zip(*(y[:, first:last].unbind() for y in tensors), stills, strict=True)
-        return [StepInputs(*token) for token in per_token]
+        return [StepInputs(*part) for part in zip(*(x.split(sizes) for x in tensors), stills, strict=True)]
 
 
-class Block(NamedTuple):
-    """States taken at once: some rows, or some heads or value channels of one row."""
+class StateBlocks(NamedTuple):
+    """How the states of a step are cut; a row is cut into parts only if it is too large for a block.
 
-    rows: slice
-    heads: slice
-    values: slice
+    Attributes:
+        rows: rows of each block.
+        heads: the parts of a row by heads.
+        values: the parts of a head by value channels.
+    """
+
+    rows: list[int]
+    heads: list[slice]
+    values: list[slice]
 
 
 def accepted_column(num_accepted_tokens: Tensor | None, rows: int, width: int, device: torch.device) -> Tensor:
@@ -118,163 +124,192 @@ def plan_rows(
 ) -> StepRows:
     """Work out which rows are live, and the places that each reads and writes; a row that is not live has place 0."""
     device = pool.view.device
-    token = torch.arange(steps, device=device)
     alive: list[Tensor] = [] if length is None else [length > 0]
     slots = torch.arange(rows, device=device) if state_indices is None else state_indices
-    each_token = slots.dim() == 2 or pool.ring is not None
+    write: Tensor | None = None
     if slots.dim() == 2:
         column = accepted_column(num_accepted_tokens, rows, slots.shape[1], device)
-        source, target = slots.gather(1, column[:, None])[:, 0], slots[:, :steps]
+        source, target = slots.gather(1, column[:, None])[:, 0], slots[:, :steps].t()
         target_ok = live_slots(target, pad_slot_id)
         if length is not None:
-            target_ok |= token >= length[:, None]
-        alive += [live_slots(source, pad_slot_id), target_ok.all(1)]
+            target_ok |= torch.arange(steps, device=device)[:, None] >= length
+        alive += [live_slots(source, pad_slot_id), target_ok.all(0)]
         read, write = pool.at(source), pool.at(target)
     else:
         if state_indices is not None:
             alive.append(live_slots(slots, pad_slot_id))
-        read = pool.at(slots)
-        write = read[:, None]
         if pool.ring is not None and history_lens is not None:
+            after = torch.arange(1, steps + 1, device=device)[:, None]
             read = pool.at(slots, ring_slot(history_lens, 0, pool.ring))
-            write = pool.at(slots[:, None], ring_slot(history_lens[:, None], token + 1, pool.ring))
+            write = pool.at(slots, ring_slot(history_lens, after, pool.ring))
+        else:
+            read = pool.at(slots)
     fresh = None
     if history_lens is not None:
         alive.append(history_lens >= 0)
         fresh = history_lens == 0
-    if length is not None:
+    if length is not None and write is not None:
         # Past its last token a row holds its last state, and stores it again where it already is.
-        write = write.gather(1, torch.minimum(token, length[:, None] - 1).clamp(min=0))
+        token = torch.arange(steps, device=device)[:, None]
+        write = write.gather(0, torch.minimum(token, length - 1).clamp(min=0))
+    each_token = write is not None
     if not alive:
-        return StepRows(None, length, read, write, each_token, fresh)
+        return StepRows(None, length, read, read[None] if write is None else write, each_token, fresh)
     live = alive[0]
     for ok in alive[1:]:
         live = live & ok
-    fresh = None if fresh is None else fresh & live
-    return StepRows(live, length, read * live, write * live[:, None], each_token, fresh)
+    read = read * live
+    write = read[None] if write is None else write * live
+    return StepRows(live, length, read, write, each_token, None if fresh is None else fresh & live)
 
 
-def repeat_donors(plan: StepRows, tokens: Tokens, block: int) -> tuple[StepRows, Tokens, Tensor | None]:
+def repeat_donors(plan: StepRows, block: int) -> tuple[StepRows, Tensor | None]:
     """Let each row that is not live repeat a live row of its block of rows, so that its write changes nothing.
 
     Args:
         plan: of the step.
-        tokens: [Q, N, ...].
         block: rows per block of states.
 
     Returns:
-        The plan and the inputs by donor (the plan's `live` and `length` stay as they were), and bool [Q, N] where a row
-        must leave its state as it is: rows of a block without a live row, and tokens past a row's end.
+        The plan by donor (its `live` and `length` stay as they were), and the donor of each row, or None if all rows
+        are live.
     """
     if plan.live is None:
-        return plan, tokens, None
+        return plan, None
     donor = donor_rows(plan.live, block)
-    steps = tokens.q.shape[0]
-    idle = ~plan.live.index_select(0, donor)
-    still = idle.expand(steps, -1)
-    if plan.length is not None:
-        token = torch.arange(steps, device=donor.device)[:, None]
-        still = still | (token >= plan.length.index_select(0, donor))
+    read = plan.read.index_select(0, donor)
+    write = plan.write.index_select(1, donor) if plan.each_token else read[None]
     fresh = None if plan.fresh is None else plan.fresh.index_select(0, donor)
-    read, write = plan.read.index_select(0, donor), plan.write.index_select(0, donor)
-    by_donor = StepRows(plan.live, plan.length, read, write, plan.each_token, fresh, idle)
-    return by_donor, tokens.map(lambda x: x.index_select(1, donor)), still
+    idle = ~plan.live.index_select(0, donor)
+    return StepRows(plan.live, plan.length, read, write, plan.each_token, fresh, idle), donor
 
 
-def prepare(x: Tokens, still: Tensor | None, options: Options) -> StepInputs:
-    """Compute in fp32 what a step needs besides the state; inputs [Q, N, ...], still bool [Q, N]."""
-    steps, rows, heads, keys = x.q.shape
-    value_heads = x.v.shape[2]
-    q, k, beta = x.q.float(), x.k.float(), x.beta.float()
-    decay = torch.exp(x.g.float())
-    if options.use_qk_l2norm:
-        q, k = l2norm(q), l2norm(k)
-    if still is not None:
-        k = torch.where(still[:, :, None, None], 1.0, k)
-        decay = torch.where(still[:, :, None], 1.0, decay)
-        still = still[:, :, None].expand(-1, -1, value_heads).reshape(steps, -1, 1)
-    kq = torch.empty(steps, rows, heads, value_heads // heads, 2, keys, dtype=torch.float32, device=k.device)
-    kq[..., 0, :] = k[:, :, :, None]
-    torch.mul(q[:, :, :, None], (decay * options.scale).view(*kq.shape[:4], 1), out=kq[..., 1, :])
-    dot = (k * q).sum(-1, keepdim=True).mul_(options.scale).expand(*kq.shape[:4])
-    bv = (x.v.float() * beta[..., None]).flatten(1, 2)
-    bd, decay, dot = (y.reshape(steps, -1, 1) for y in (beta * decay, decay, dot))
-    return StepInputs(kq.flatten(1, 3), bv, bd, decay, dot, still)
+def still_tokens(plan: StepRows, donor: Tensor | None, steps: int) -> Tensor | None:
+    """Return bool [Q, N]: where a row must leave its state as it is, idle or past its end; None if nowhere."""
+    if plan.idle is None or donor is None:
+        return None
+    still = plan.idle.expand(steps, -1)
+    if plan.length is None:
+        return still
+    token = torch.arange(steps, device=donor.device)[:, None]
+    return still | (token >= plan.length.index_select(0, donor))
 
 
-def state_blocks(rows: int, heads: int, values: int, keys: int, limit: int) -> tuple[int, list[Block]]:
-    """Cut the states of a step into blocks of at most about `limit` bytes in fp32.
+def prepare(x: Tokens, donor: Tensor | None, still: Tensor | None, options: Options) -> list[StepInputs]:
+    """Compute in fp32 what each token needs besides the state.
 
-    Returns:
-        How many rows a block may span, and the blocks; a row is cut only if it is too large for a block.
+    Args:
+        x: [Q, N, ...].
+        donor: int64 [N] or None.
+        still: bool [Q, N] or None.
+        options: of the rule.
     """
+    steps, _, heads, keys = x.q.shape
+    group = x.v.shape[2] // heads
+
+    def by_donor(y: Tensor) -> Tensor:
+        return (y if donor is None else y.index_select(1, donor)).float()
+
+    kq = by_donor(torch.stack((x.k, x.q), 3))
+    decay, beta = torch.exp(by_donor(x.g)), by_donor(x.beta)
+    if options.use_qk_l2norm:
+        kq = l2norm(kq)
+    if still is not None:
+        kq[..., 0, :].masked_fill_(still[:, :, None, None], 1.0)
+        decay.masked_fill_(still[:, :, None], 1.0)
+        still = still[:, :, None].expand(-1, -1, heads * group).reshape(steps, -1, 1)
+    dot = (kq[..., 0, :] * kq[..., 1, :]).sum(-1).mul_(options.scale)
+    if group > 1:
+        kq = kq[:, :, :, None].expand(-1, -1, -1, group, -1, -1)
+        dot = dot[..., None].expand(-1, -1, -1, group)
+    kq = kq.reshape(steps, -1, 2, keys)
+    bd = (beta * decay).reshape(steps, -1, 1)
+    bv = (by_donor(x.v) * beta[..., None]).flatten(1, 2)
+    decay = decay.reshape(steps, -1, 1)
+    kq[:, :, 1].mul_(decay * options.scale)
+    stills = [None] * steps if still is None else still
+    flat = zip(kq, bv, bd, decay[..., None], dot.reshape(steps, -1, 1), stills, strict=True)
+    return [StepInputs(*token) for token in flat]
+
+
+def state_blocks(rows: int, heads: int, values: int, keys: int, limit: int) -> StateBlocks:
+    """Cut the states of a step into blocks of at most about `limit` bytes in fp32."""
+
+    def cut(total: int, step: int) -> list[slice]:
+        return [slice(i, min(i + step, total)) for i in range(0, total, step)]
+
     per_row = heads * values * keys * 4
-    whole = slice(0, heads), slice(0, values)
     if limit >= per_row:
-        step = min(rows, limit // per_row)
-        return step, [Block(slice(n, min(n + step, rows)), *whole) for n in range(0, rows, step)]
+        count = -(-rows // (limit // per_row))
+        sizes = [n.stop - n.start for n in cut(rows, -(-rows // count))]
+        return StateBlocks(sizes, [slice(0, heads)], [slice(0, values)])
     channels = max(1, limit // (keys * 4))
-    step = max(1, channels // values)
-    head_parts = [slice(h, min(h + step, heads)) for h in range(0, heads, step)]
-    value_parts = [slice(v, min(v + channels, values)) for v in range(0, values, channels)]
-    return 1, [Block(slice(n, n + 1), h, v) for n in range(rows) for h in head_parts for v in value_parts]
+    return StateBlocks([1] * rows, cut(heads, max(1, channels // values)), cut(values, channels))
 
 
-def step_state(state: Tensor, x: StepInputs, values: slice, v_first: bool) -> tuple[Tensor, Tensor]:
+def step_state(state: Tensor, x: StepInputs, v_first: bool, o: Tensor) -> None:
     """Advance states by one token, in place.
 
     Args:
-        state: fp32 [m, V', K] (v_first) or [m, K, V'], mutated.
-        x: the inputs of one token and of these m states.
-        values: the value channels V' that `state` holds.
+        state: fp32 [m, V, K] (v_first) or [m, K, V], mutated.
+        x: the inputs of the token for these m states.
         v_first: the orientation.
-
-    Returns:
-        (u, d S^T q), each [m, V'].
+        o: [m, V], written.
     """
     y = torch.bmm(x.kq, state.transpose(1, 2) if v_first else state)
-    u = torch.addcmul(x.bv[:, values], x.bd, y[:, 0], value=-1)
+    u = torch.addcmul(x.bv, x.bd, y[:, 0], value=-1)
     if x.still is not None:
         # x · 1 + (-0.0) is x bit for bit, whatever an untouched state holds.
-        u = torch.where(x.still, -0.0, u)
-    state.mul_(x.decay[..., None])
+        u.masked_fill_(x.still, -0.0)
+    state.mul_(x.decay)
     if v_first:
-        state.addcmul_(u[..., None], x.kq[:, :1])
+        state.addcmul_(u[:, :, None], x.kq[:, :1])
     else:
         state.addcmul_(x.kq[:, 0, :, None], u[:, None])
-    return u, y[:, 1]
+    torch.addcmul(y[:, 1], x.dot, u, out=o)
 
 
 def run_steps(x: Tokens, pool: FlatPool, plan: StepRows, options: Options) -> Tensor:
     """Run Q steps over N rows of inputs [Q, N, ...]; returns o [Q, N, HV, V] and mutates the pool."""
     steps, rows, heads, values = x.v.shape
-    keys, v_first, dtype = x.q.shape[-1], options.state_v_first, x.v.dtype
+    keys, dtype, stored_dtype = x.q.shape[-1], x.v.dtype, pool.view.dtype
     # A 16-bit pool needs the stored form of a block beside its fp32 form.
-    copies = 1 if pool.view.dtype == torch.float32 else 2
-    state_bytes = rows * heads * values * keys * pool.view.element_size()
+    copies = 1 if stored_dtype == torch.float32 else 2
+    state_bytes = rows * heads * values * keys * stored_dtype.itemsize
     limit = min(BLOCK_BYTES, state_bytes // (BLOCK_FRACTION * copies))
-    span, blocks = state_blocks(rows, heads, values, keys, limit)
-    plan, x, still = repeat_donors(plan, x, span)
-    inputs = prepare(x, still, options)
+    blocks = state_blocks(rows, heads, values, keys, limit)
+    plan, donor = repeat_donors(plan, blocks.rows[0])
+    sizes = [n * (hs.stop - hs.start) for n in blocks.rows for hs in blocks.heads]
+    inputs = [token.split(sizes) for token in prepare(x, donor, still_tokens(plan, donor, steps), options)]
     del x
-    o = torch.empty_like(inputs.bv)
-    for block in blocks:
-        n, hs, vs = block
-        view = pool.view[:, hs, vs] if v_first else pool.view[:, hs, :, vs]
-        idle = None if plan.idle is None else plan.idle[n]
-        stored = read_stored(view, plan.read[n], None if plan.fresh is None else plan.fresh[n])
-        states, kept = stored.float(), None
-        if states is not stored and idle is not None:
-            kept = clear_rows(stored, ~idle)
-        state = states.flatten(0, 1)
-        first, last = n.start * heads + hs.start, (n.stop - 1) * heads + hs.stop
-        for t, token in enumerate(inputs.of_heads(first, last)):
-            u, y = step_state(state, token, vs, v_first)
-            torch.addcmul(y, token.dot, u, out=o[t, first:last, vs])
-            if plan.each_token:
-                write_state(view, plan.write[n, t], states, kept, idle)
-        if not plan.each_token:
-            write_state(view, plan.write[n, 0], states, kept, idle)
+    o = torch.empty(steps, rows * heads, values, dtype=torch.float32, device=pool.view.device)
+    outputs = [token.split(sizes) for token in o]
+
+    v_dim = 2 if options.state_v_first else 3
+    views = [
+        (j, vs, pool.view[:, hs].narrow(v_dim, vs.start, vs.stop - vs.start))
+        for j, hs in enumerate(blocks.heads)
+        for vs in blocks.values
+    ]
+    none: list[Tensor | None] = [None] * len(blocks.rows)
+    clear = none if plan.fresh is None else row_mask(~plan.fresh, stored_dtype).split(blocks.rows)
+    keep = none if plan.idle is None or copies == 1 else row_mask(plan.idle, stored_dtype).split(blocks.rows)
+    places = zip(plan.read.split(blocks.rows), plan.write.split(blocks.rows, 1), clear, keep, strict=True)
+    for i, (read, write, clear_mask, keep_mask) in enumerate(places):
+        for j, vs, view in views:
+            stored = read_stored(view, read, clear_mask)
+            states = stored.float()
+            state = states.flatten(0, 1)
+            for t in range(steps):
+                at = i * len(blocks.heads) + j
+                token, out = inputs[t][at], outputs[t][at]
+                if len(blocks.values) > 1:
+                    token, out = token._replace(bv=token.bv[:, vs]), out[:, vs]
+                step_state(state, token, options.state_v_first, out)
+                if plan.each_token or t == steps - 1:
+                    write_state(view, write[t if plan.each_token else 0], states, stored, keep_mask)
+            # Otherwise this block would stay alive while the next one is read.
+            del stored, states, state
     o = o.view(steps, rows, heads, values)
     if plan.live is not None:
         o = torch.where(plan.live[:, None, None], o, 0.0)
