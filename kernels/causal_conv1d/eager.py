@@ -514,8 +514,8 @@ def convolve(x: Tensor, taps: Taps, size: Sizes, scratch: Scratch, activation: s
     channels, before = x.shape[1], size.width - 1
     for start, picked in zip(range(0, size.tokens, size.block), taps.shifted, strict=False):
         count = picked.shape[0]
+        # The first W - 1 tokens of all are looked up below, so what stands before them here does not matter.
         missing = max(before - start, 0)
-        scratch.window[:missing] = 0
         scratch.window[missing : before + count, :channels] = x[start - before + missing : start + count]
         shifts = (scratch.window[tap : tap + count] for tap in range(size.width))
         done = outputs(shifts, scratch, activation, count)
