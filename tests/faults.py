@@ -31,7 +31,12 @@ def ring_gather_from_packed_batch() -> None:
         packed = history + torch.arange(stores.values.shape[0])
         return stores._replace(values=torch.where(stores.values < history, packed, stores.values))
 
+    def ring_moves(*args: Any, keep_history: bool) -> Any:
+        return moves(*args, keep_history=True)
+
+    moves = conv.ring_moves
     conv.Stores.build = classmethod(build)
+    conv.ring_moves = ring_moves
 
 
 def recurrent_ring_slot_one_behind() -> None:
@@ -75,11 +80,12 @@ def history_not_zeroed_on_reuse() -> None:
     def read_history(state: Tensor, reads: Any) -> Tensor:
         return state.index_select(0, reads.places)
 
-    def read_state(view: Tensor, index: Tensor, fresh: Tensor | None) -> Tensor:
-        return view.index_select(0, index).float()
+    def row_mask(keep: Tensor, dtype: torch.dtype) -> Tensor:
+        return original(torch.ones_like(keep), dtype)
 
+    original: Callable[..., Tensor] = chunk_eager.row_mask
     conv.read_history = read_history
-    chunk_eager.read_state = recurrent_eager.read_state = read_state
+    chunk_eager.row_mask = recurrent_eager.row_mask = row_mask
 
 
 def state_stored_transposed() -> None:

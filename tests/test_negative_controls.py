@@ -1,0 +1,85 @@
+"""Put each known fault back and see named tests turn red; a test that stays green would prove nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import faults
+from tests.e2e import engine
+from tests.e2e.checkpoints import checkpoint, random_qwen3_5  # noqa: F401
+
+ROOT = Path(__file__).parents[1]
+CONV, RULE = (f"tests/kernels/{name}.py::" for name in ("test_causal_conv1d_faults", "test_gated_delta_rule"))
+
+
+def conv(*ids: str) -> tuple[str, ...]:
+    return tuple(f"{CONV}test_reported_fault[{i}]" for i in ids)
+
+
+CAUGHT_BY = {
+    "ring_gather_from_packed_batch": conv("ring-fresh-short-chunk", "ring-one-token-tail", "B03", "R04", "R05"),
+    "accepted_count_taken_as_row_count": conv("verify-rows-are-all-convolved", "B01"),
+    "rewind_ignores_accepted_count": conv("verify-rows-are-all-convolved", "B04"),
+    "pad_row_written": conv("R06", "R07", "R19", "B11", "B75"),
+    "taps_in_reverse_order": conv("B20", "B12"),
+    "operands_through_fp16": conv("R16"),
+    "history_not_zeroed_on_reuse": (
+        *conv("R11", "R12", "ring-fresh-short-chunk"),
+        f"{RULE}test_prefill_fresh_row_ignores_what_a_slot_holds[ring3-nan]",
+        f"{RULE}test_update_fresh_row_ignores_what_a_slot_holds[plain-inf]",
+    ),
+    "recurrent_ring_slot_one_behind": (
+        f"{RULE}test_ring_verify_goes_on_from_any_accepted_token[drafts3]",
+        f"{RULE}test_ring_with_changing_draft_counts",
+        f"{RULE}test_update_matches_definition[Q2-ring4-VK-HV=2H-K<V]",
+    ),
+    "state_stored_transposed": (
+        f"{RULE}test_prefill_one_row_matches_definition[T17-VK-ring3]",
+        f"{RULE}test_update_equals_prefill_of_the_same_tokens[plain]",
+    ),
+}
+
+
+def failed(fault: str, nodes: tuple[str, ...]) -> set[str]:
+    """Run tests with a fault planted ("" for none) and return those that failed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **({"PLANT": fault} if fault else {})}
+    line = [sys.executable, "-m", "pytest", "-p", "tests.faults", "-q", "-rf", "-p", "no:cacheprovider", "--tb=no"]
+    done = subprocess.run([*line, *nodes], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    summary = done.stdout.strip().splitlines()[-1]
+    assert re.search(r"\b(\d+ failed, )?(\d+ passed)?.* in ", summary), done.stdout[-3000:]
+    assert "error" not in summary, done.stdout[-3000:]
+    return {node for node in nodes if re.search(rf"^FAILED {re.escape(node)}( - |$)", done.stdout, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("fault", sorted(faults.FAULTS))
+def test_fault_turns_its_tests_red(fault: str) -> None:
+    assert failed(fault, CAUGHT_BY[fault]) == set(CAUGHT_BY[fault])
+
+
+def test_without_a_fault_the_same_tests_are_green() -> None:
+    assert failed("", tuple(dict.fromkeys(n for nodes in CAUGHT_BY.values() for n in nodes))) == set()
+
+
+def test_every_fault_has_tests_that_catch_it() -> None:
+    assert set(CAUGHT_BY) == set(faults.FAULTS)
+
+
+@pytest.mark.lmdeploy
+@pytest.mark.parametrize("fault", ["ring_gather_from_packed_batch", "recurrent_ring_slot_one_behind"])
+def test_fault_changes_the_tokens_of_the_engine(fault: str, checkpoint: Callable[..., Path]) -> None:  # noqa: F811
+    """A prompt whose last chunk is one token beside a short prompt, with drafts."""
+    model = checkpoint(random_qwen3_5)
+    prompts = ("abcdefgh" * 8 + "z", "hello world")
+    want = engine.expected(model, prompts, 48)
+    for planted in ("", fault):
+        result = engine.run(model, [list(prompts)], drafts=4, fault=planted, max_prefill_token_num=64)
+        assert result["counters"]["prefill_rows_with_history"] == 1
+        differ = [engine.first_difference(g, w) is not None for g, w in zip(result["tokens"], want, strict=True)]
+        assert any(differ) == bool(planted)
