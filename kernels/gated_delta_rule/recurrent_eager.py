@@ -222,7 +222,7 @@ def prepare(x: Tokens, donor: Tensor | None, still: Tensor | None, options: Opti
     if group > 1:
         kq = kq[:, :, :, None].expand(-1, -1, -1, group, -1, -1)
         dot = dot[..., None].expand(-1, -1, -1, group)
-    kq = kq.reshape(steps, -1, 2, keys)
+    kq = kq.reshape(steps, -1, 2, keys).contiguous()  # a view still, if one row has one key head
     bd = (beta * decay).reshape(steps, -1, 1)
     bv = (by_donor(x.v) * beta[..., None]).flatten(1, 2)
     decay = decay.reshape(steps, -1, 1)

@@ -452,6 +452,12 @@ def test_update_rounds_once(dtype: torch.dtype, pool_dtype: torch.dtype, ring: i
     check_update(3, 3, slots=[2, 0, 3], history=[5, 0, 1], dtype=dtype, pool_dtype=pool_dtype, ring=ring)
 
 
+@pytest.mark.parametrize("steps", [1, 4], ids=lambda n: f"Q{n}")
+def test_update_one_row_of_one_key_head(steps: int) -> None:
+    """A rank's share of a small model: broadcasting the key head over its value heads needs no copy by itself."""
+    check_update(1, steps, dims=Dims(1, 3, 12, 8), slots=[2])
+
+
 def test_update_without_indices_or_history() -> None:
     check_update(3, 2)
     check_update(3, 2, slots=[3, 1, 5])
