@@ -18,8 +18,8 @@ from . import server as serve
 CHECKPOINT = Path("examples/checkpoints/tiny_qwen3_5")
 MODEL = "tiny-qwen3.5"
 PROMPTS = (
-    'import os\n\n\ndef read_file(path):\n    """Return the contents of a file."""\n',
-    "class Server:\n    def __init__(self, host, port):\n        self.host = host\n",
+    "import os\nimport sys\n\ndef read_file(path):\n    with open(path) as f:\n",
+    'def join(a, b):\n    """Join two or more pathname components',
 )
 
 
@@ -37,7 +37,7 @@ class Answer:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, default=CHECKPOINT, help="checkpoint folder (default: the trained one)")
     parser.add_argument("--drafts", type=int, default=4, help="draft tokens per step (default 4; 0 turns MTP off)")
-    parser.add_argument("--tokens", type=int, default=96, help="tokens to generate per prompt (default 96)")
+    parser.add_argument("--tokens", type=int, default=80, help="tokens to generate per prompt (default 80)")
     parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
     parser.add_argument("--serve", action="store_true", help="leave the server running and print how to ask it")
     parser.epilog = "Exit code 1: no server, an answer that differs from transformers, or no draft accepted."
@@ -109,8 +109,11 @@ def _generate(server: serve.Server, prompt: str, tokens: int) -> list[int]:
 def _transformers(checkpoint: Path, tokens: int) -> list[list[int]]:
     """Return the greedy continuations by transformers in fp32."""
     import torch
+    import transformers
     from transformers import AutoTokenizer, Qwen3_5ForConditionalGeneration
 
+    transformers.logging.set_verbosity_error()  # it advises CUDA packages
+    transformers.utils.logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = Qwen3_5ForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
     # `ignore_eos` masks the end token in LMDeploy, so it is never chosen here either.

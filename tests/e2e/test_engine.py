@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,3 +144,17 @@ def test_mixture_of_experts(writer: Callable[..., Path], chunk: int, checkpoint:
     result = engine.run(model, [list(PROMPTS)], max_prefill_token_num=chunk)
     assert_identical(result, expected(model, PROMPTS, 48))
     assert (result["counters"].get("prefill_rows_with_history", 0) > 0) == (chunk == 32)
+
+
+def test_acceptance_histogram_is_the_one_simulated_in_plain_torch() -> None:
+    """Exact: a recycled position, norm or cache that is a little off changes counts long before it changes tokens.
+
+    The simulation (examples/train_tiny_qwen3_5.py) drafts over transformers' hidden states and knows nothing of
+    LMDeploy; TRAINING.json holds its histogram of accepted drafts per verify step, the last extra step included.
+    """
+    held_out = json.loads((engine.ROOT / "tests/e2e/data/heldout_prompts.json").read_text(encoding="utf-8"))
+    simulated = json.loads((TRAINED / "TRAINING.json").read_text(encoding="utf-8"))["head"]["histogram"]
+    text = held_out["text"]
+    result = engine.run(TRAINED, [text[:8], text[8:]], tokens=128, drafts=4)
+    assert_identical(result, held_out["greedy"])
+    assert [result["accepted"].get(str(n), 0) for n in range(5)] == simulated
