@@ -106,6 +106,16 @@ def read_stored(view: Tensor, index: Tensor, mask: Tensor | None) -> Tensor:
     return stored
 
 
+def copy_states_(view: Tensor, index: Tensor, states: Tensor) -> None:
+    """Copy states [N, HV, A, B] to the addressed places of a view of the same dtype."""
+    ratio = torch.complex128.itemsize // view.dtype.itemsize
+    spans = (view.storage_offset(), view.shape[-1], *view.stride()[:-1])
+    if view.is_cpu and view.stride(-1) == 1 and all(n % ratio == 0 for n in spans):
+        # On a CPU index_copy_ moves one element at a time: 16 bytes at once take half to a fifth of the time.
+        view, states = view.view(torch.complex128), states.contiguous().view(torch.complex128)
+    view.index_copy_(0, index, states)
+
+
 def write_state(view: Tensor, index: Tensor, states: Tensor, stored: Tensor, keep: Tensor | None) -> None:
     """Store states at the addressed places, rounded once to the pool's dtype.
 
@@ -119,7 +129,7 @@ def write_state(view: Tensor, index: Tensor, states: Tensor, stored: Tensor, kee
     states = states.to(view.dtype)
     if keep is not None:
         states.view(keep.dtype).bitwise_and_(~keep).bitwise_or_(stored.view(keep.dtype) & keep)
-    view.index_copy_(0, index, states)
+    copy_states_(view, index, states)
 
 
 def write_live_state(view: Tensor, index: Tensor, states: Tensor, live: Tensor) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dlinfer_ext.kernels.common.chunks import rank_counts
-from dlinfer_ext.kernels.common.state_pool import donor_rows, flatten_pool, ring_slot
+from dlinfer_ext.kernels.common.state_pool import copy_states_, donor_rows, flatten_pool, ring_slot
 from dlinfer_ext.kernels.gated_delta_rule import chunk_eager, recurrent_eager, reference
 from dlinfer_ext.ops import gated_delta_gate, gated_delta_rule, gated_delta_rule_update
 from dlinfer_ext.testing import DTYPES, TOLERANCE, HostRead, assert_close, guarded_pool, no_host_reads, rms_error
@@ -879,6 +879,20 @@ def test_update_memory_is_a_fraction_of_the_states_addressed() -> None:
     for p in (pool, pool.bfloat16()):
         used = peak_bytes(partial(gated_delta_rule_update, *x, p, state_indices=slots, history_lens=past))
         assert used <= addressed * p.element_size() / 4 / 4 + 16 * 8 * 128 * 4 * 8
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("offset", [0, 4, 8, 3], ids=lambda n: f"offset{n}")
+@pytest.mark.parametrize("keys", [3, 8, 16], ids=lambda n: f"K{n}")
+def test_states_are_copied_bit_for_bit_whatever_the_alignment(keys: int, offset: int, dtype: torch.dtype) -> None:
+    storage = torch.randn(1024).to(dtype)
+    view = storage.as_strided((4, 2, 3, keys), (128, 3 * keys, keys, 1), offset)
+    raw = torch.randint(-(2**15), 2**15, (2, 2, 3, keys * dtype.itemsize // 2), dtype=torch.int16)
+    states, want, index = raw.view(dtype), storage.clone(), ints(3, 1)
+    for i, place in enumerate((3, 1)):
+        want.as_strided(view.size(), view.stride(), offset)[place] = states[i]
+    copy_states_(view, index, states)
+    assert torch.equal(bits(storage), bits(want))
 
 
 def test_donors_stay_in_their_block() -> None:
