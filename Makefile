@@ -8,13 +8,15 @@ TORCH_INDEX ?=
 DRAFTS ?= 4
 PORT ?= 23333
 VENV := .venv
+RAY := .venv-ray
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --no-deps
+PIP_OPTIONS := --disable-pip-version-check --progress-bar on --no-deps
+PIP := $(BIN)/python -m pip install $(PIP_OPTIONS)
 # One thread a process: the tiny models are faster so, and two test processes share two cores.
 export OMP_NUM_THREADS ?= 1
 export PIP_NO_WARN_SCRIPT_LOCATION = 1
 
-.PHONY: demo serve test lint types format bench clean help
+.PHONY: demo serve test test-ray lint types format bench clean help
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -35,6 +37,15 @@ $(VENV)/.dev: $(VENV)/.engine requirements/dev.txt
 	@$(PIP) -r requirements/dev.txt
 	@touch $@
 
+# Ray decides which executor LMDeploy takes, so it stays out of $(VENV): a second environment that also sees the first.
+$(RAY)/.ray: $(VENV)/.dev requirements/ray.txt
+	@echo "[ray] packages of requirements/ray.txt in $(RAY)"
+	@$(BIN)/python -m venv --without-pip $(RAY)
+	@echo "import site; site.addsitedir('$$(cd $(VENV)/lib/python3*/site-packages && pwd)')" \
+		> $$(echo $(RAY)/lib/python3*/site-packages)/base.pth
+	@$(BIN)/python -m pip --python $(RAY)/bin/python install $(PIP_OPTIONS) -r requirements/ray.txt
+	@touch $@
+
 demo: $(VENV)/.engine ## serve the trained tiny Qwen3.5 with MTP through stock LMDeploy, ask it, check it
 	@$(BIN)/python -m dlinfer_ext demo --drafts $(DRAFTS)
 
@@ -43,6 +54,9 @@ serve: $(VENV)/.engine ## leave the demo's server running on 127.0.0.1:$(PORT)
 
 test: $(VENV)/.dev ## all tests
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test-ray: $(RAY)/.ray ## two ranks on LMDeploy's Ray executor
+	$(RAY)/bin/python -m pytest tests/e2e/test_ray.py
 
 lint: $(VENV)/.dev ## ruff
 	$(BIN)/ruff check .
@@ -59,4 +73,4 @@ bench: $(VENV)/.engine ## operators against public formulations of the same work
 	$(BIN)/python -m dlinfer_ext bench ops
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(RAY) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,8 +9,12 @@ Usage: python -m tests.e2e.run_pipeline SCENARIO.json
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,47 @@ def count_accepted(histogram: Counter[int]) -> None:
         return out
 
     module.torch_greedy_rejection_sample = counting
+
+
+def in_workers(pipe: Any, call: Callable[[Any], Any]) -> list[Any]:
+    """Return `call(worker)` of every Ray worker by rank, run in the worker; [] for the other executors."""
+    executor = pipe.async_engine.engine.executor
+    if type(executor).__name__ != "RayExecutor":
+        return []
+    import ray
+
+    results: list[Any] = ray.get([worker.__ray_call__.remote(call) for worker in executor.workers], timeout=60)
+    return results
+
+
+def watch(worker: Any) -> None:
+    worker.accepted = Counter()
+    count_accepted(worker.accepted)
+
+
+def report(worker: Any) -> dict[str, Any]:
+    from dlinfer_ext.framework.lmdeploy import counters, status
+
+    accepted = {str(k): v for k, v in sorted(worker.accepted.items())}
+    return {"counters": counters.snapshot(), "status": status(), "accepted": accepted}
+
+
+def lose_worker(pipe: Any, prompt: str, config: Any) -> list[dict[str, Any]]:
+    """Kill the last worker during an answer; return how that answer and a later one end, and after how long."""
+    pid = in_workers(pipe, lambda _: os.getpid())[-1]
+
+    def ask() -> Iterator[Any]:
+        return iter(pipe.stream_infer(prompt, gen_config=config, do_preprocess=False))
+
+    def end(answer: Iterator[Any], since: float) -> dict[str, Any]:
+        *_, last = answer
+        return {"finish": last.finish_reason, "message": last.error_message, "seconds": time.monotonic() - since}
+
+    answer = ask()
+    for _ in range(3):
+        next(answer)
+    os.kill(pid, signal.SIGKILL)
+    return [end(answer, time.monotonic()), end(ask(), time.monotonic())]
 
 
 def run(scenario: dict[str, Any]) -> dict[str, Any]:
@@ -62,10 +107,15 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         ignore_eos=True,
         logprobs=scenario.get("top_logits") or None,
     )
-    outputs = []
+    outputs: list[Any] = []
     with pipe:
+        in_workers(pipe, watch)
+        if scenario.get("lose_worker"):
+            return {"ends": lose_worker(pipe, scenario["batches"][0][0], config)}
         for batch in scenario["batches"]:
             outputs += pipe(batch, gen_config=config, do_preprocess=False)
+        workers = in_workers(pipe, report)
+        executor = type(pipe.async_engine.engine.executor).__name__
     from dlinfer_ext.framework.lmdeploy import counters, status
 
     return {
@@ -73,7 +123,9 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         "finish": [o.finish_reason for o in outputs],
         "cached_tokens": [o.cached_tokens for o in outputs],
         "top_logits": [o.logprobs for o in outputs],
-        "accepted": {str(k): v for k, v in sorted(histogram.items())},
+        "accepted": workers[0]["accepted"] if workers else {str(k): v for k, v in sorted(histogram.items())},
+        "executor": executor,
+        "workers": workers,
         "counters": counters.snapshot(),
         "status": status(),
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -95,8 +97,14 @@ def patch_dtype(module: Any) -> str:
 def offer_ray_devices(module: Any) -> str:
     """Give Ray the NPU resource and the device list that LMDeploy's Ray executor asks for.
 
-    Without the resource LMDeploy waits up to 1,800 s for a placement group. Values already set are kept.
+    Runs as `lmdeploy.pytorch.ray` is imported, before that module starts Ray: Ray reads both in this process and hands
+    them to its own. Values already set are kept, and a device list that is set also says how many NPUs there are, as
+    Ray refuses more NPUs than visible devices.
     """
-    os.environ.setdefault("RAY_OVERRIDE_RESOURCES", '{"NPU": 8}')
-    os.environ.setdefault("ASCEND_RT_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    return "RAY_OVERRIDE_RESOURCES and ASCEND_RT_VISIBLE_DEVICES set where unset"
+    devices = os.environ.setdefault("ASCEND_RT_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    os.environ.setdefault("RAY_OVERRIDE_RESOURCES", json.dumps({"NPU": len(devices.split(","))}))
+    # Ray asks CANN for the card's name, and logs the failed import with its traceback.
+    logging.getLogger("ray._private.accelerators.npu").setLevel(logging.CRITICAL)
+    # A Ray that was started without NPUs (by the user, or on another host) never gets them: 30 s instead of 1,800 s.
+    module.PG_WAIT_TIMEOUT = 30
+    return "Ray is offered NPUs where none are set, and waited for 30 s"
