@@ -103,14 +103,15 @@ class Step:
         assert_close("convolution", out[0], want, TOLERANCE["conv", torch.float32])
         assert torch.equal(self.conv, want_conv)
         g, beta = a_log_exp * torch.nn.functional.softplus(a[0].double() + dt_bias), b[0].double().sigmoid()
-        rows = {"state_indices": meta.state_indices, "history_lens": history, "use_qk_l2norm": True}
+        rows: dict[str, Any] = {"state_indices": meta.state_indices, "history_lens": history, "use_qk_l2norm": True}
+        definition: Any = rule_reference
         if meta.is_decoding:
             n = len(lengths)
             parts = [t.unflatten(0, (n, -1)) for t in (q[0], k[0], v[0], g, beta)]
-            reference = rule_reference.gated_delta_rule_update(*parts, want_state[:, 1], **rows).flatten(0, 1)
+            reference = definition.gated_delta_rule_update(*parts, want_state[:, 1], **rows).flatten(0, 1)
         else:
             parts = [q[0], k[0], v[0], g, beta]
-            reference = rule_reference.gated_delta_rule(*parts, want_state[:, 1], cu_seqlens=cu, **rows)
+            reference = definition.gated_delta_rule(*parts, want_state[:, 1], cu_seqlens=cu, **rows)
         assert_close("rule", got[0], reference, TOLERANCE["delta_rule", torch.float32])
         assert_close("state", self.state, want_state, TOLERANCE["delta_rule", torch.float32])
 
