@@ -37,6 +37,8 @@ from .inputs import Options, Tokens
 BLOCK_BYTES = 2 << 20
 # Of the state addressed, how much one block may take.
 BLOCK_FRACTION = 7
+# States of a step that are smaller than this are one block: cutting them up costs more calls than it saves memory.
+SMALL_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -276,7 +278,7 @@ def run_steps(x: Tokens, pool: FlatPool, plan: StepRows, options: Options) -> Te
     # A 16-bit pool needs the stored form of a block beside its fp32 form.
     copies = 1 if stored_dtype == torch.float32 else 2
     state_bytes = rows * heads * values * keys * stored_dtype.itemsize
-    limit = min(BLOCK_BYTES, state_bytes // (BLOCK_FRACTION * copies))
+    limit = max(min(BLOCK_BYTES, state_bytes // (BLOCK_FRACTION * copies)), SMALL_BYTES)
     blocks = state_blocks(rows, heads, values, keys, limit)
     plan, donor = repeat_donors(plan, blocks.rows[0])
     sizes = [n * (hs.stop - hs.start) for n in blocks.rows for hs in blocks.heads]

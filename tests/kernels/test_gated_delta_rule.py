@@ -498,6 +498,7 @@ def test_update_in_blocks_of_any_size(
 ) -> None:
     monkeypatch.setattr(recurrent_eager, "BLOCK_BYTES", size)
     monkeypatch.setattr(recurrent_eager, "BLOCK_FRACTION", 1)
+    monkeypatch.setattr(recurrent_eager, "SMALL_BYTES", 0)
     # The first block of two rows holds no live row, the second one, the third two.
     check_update(
         6, 2, slots=[-1, -1, 3, -1, 0, 1], history=[1, 2, 3, 4, 0, 5], v_first=v_first, ring=ring
@@ -967,6 +968,7 @@ def test_update_matches_definition_on_any_batch(
     accepted = data.draw(st.lists(st.integers(0, width + 1), min_size=rows, max_size=rows)) if form == "table" else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recurrent_eager, "BLOCK_BYTES", block)
+        patch.setattr(recurrent_eager, "SMALL_BYTES", 0)
         check_update(
             rows, steps, dims=dims, slots=slots, history=history, accepted=accepted, lengths=lengths, v_first=v_first,
             ring=width if form == "ring" else None, dtype=dtype, pool_dtype=pool_dtype, num_slots=rows * width,
