@@ -99,24 +99,26 @@ def _measure(case: object, repeats: int) -> Result:
 
 
 def _print(results: list[Result]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from .tables import show
 
     def ratio(value: float | None, limit: float | None, sign: str) -> str:
         if value is None:
             return ""
         return f"{value:.2f}" + (f" ({sign} {limit:g})" if limit is not None else "")
 
-    table = Table("case", "ms", "spread", "baseline ms", "times faster", "× copy", "extra memory", "held")
-    for r in results:
-        table.add_row(
-            r.name,
-            f"{r.ms:.3f}",
-            f"{r.spread:.0%}",
-            "" if r.baseline_ms is None else f"{r.baseline_ms:.3f}",
-            ratio(r.speedup, r.target, "≥"),
-            f"{r.copy_ratio:.1f}",
-            ratio(r.extra_memory, r.memory_limit, "≤"),
-            "yes" if r.held else "NO",
-        )
-    Console().print(table)
+    show(
+        ("case", "ms", "spread", "baseline ms", "times faster", "× copy", "extra memory", "held"),
+        (
+            (
+                r.name,
+                f"{r.ms:.3f}",
+                f"{r.spread:.0%}",
+                "" if r.baseline_ms is None else f"{r.baseline_ms:.3f}",
+                ratio(r.speedup, r.target, "≥"),
+                f"{r.copy_ratio:.1f}",
+                ratio(r.extra_memory, r.memory_limit, "≤"),
+                "yes" if r.held else "NO",
+            )
+            for r in results
+        ),
+    )

@@ -60,11 +60,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([asdict(r) for r in rows], indent=2))
     else:
-        from rich.console import Console
-        from rich.table import Table
+        from .tables import show
 
-        table = Table("operator", "vendor", "serves", "routes bound", "dtypes", "what it is")
-        for r in rows:
-            table.add_row(r.operator, r.vendor, r.serves, ", ".join(r.bound), ", ".join(r.dtypes), r.summary)
-        Console().print(table)
+        show(
+            ("operator", "vendor", "serves", "routes bound", "dtypes", "what it is"),
+            ((r.operator, r.vendor, r.serves, ", ".join(r.bound), ", ".join(r.dtypes), r.summary) for r in rows),
+        )
     return 0 if all(r.able for r in rows) else 1

@@ -45,14 +45,15 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([asdict(c) | {"held": c.held} for c in checks], indent=2))
     else:
-        from rich.console import Console
-        from rich.table import Table
+        from .tables import show
 
-        table = Table("operator", "case", "dtype", "route", "error", "limit", "held")
-        for c in checks:
-            row = (c.operator, c.case, c.dtype, c.route, f"{c.error:.1e}", f"{c.limit:.0e}", "yes" if c.held else "NO")
-            table.add_row(*row)
-        Console().print(table)
+        show(
+            ("operator", "case", "dtype", "route", "error", "limit", "held"),
+            (
+                (c.operator, c.case, c.dtype, c.route, f"{c.error:.1e}", f"{c.limit:.0e}", "yes" if c.held else "NO")
+                for c in checks
+            ),
+        )
     return 0 if all(c.held for c in checks) else 1
 
 
