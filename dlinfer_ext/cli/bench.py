@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 
 FAMILIES = ("conv", "delta_rule", "norm", "reject")
 
@@ -120,5 +121,20 @@ def _print(results: list[Result]) -> None:
                 "yes" if r.held else "NO",
             )
             for r in results
+        ),
+    )
+    curves: dict[str, list[Result]] = {}
+    for r in results:
+        if r.growth:
+            curves.setdefault(r.growth, []).append(r)
+    show(
+        ("growth", "ms at each doubling", "times the time per doubling"),
+        (
+            (
+                name,
+                " → ".join(f"{p.ms:.2f}" for p in points),
+                " ".join(f"{b.ms / a.ms:.2f}" for a, b in pairwise(points)),
+            )
+            for name, points in curves.items()
         ),
     )
