@@ -37,8 +37,8 @@ from .inputs import Options, Tokens
 BLOCK_BYTES = 2 << 20
 # Of the state addressed, how much one block may take.
 BLOCK_FRACTION = 7
-# States of a step that are smaller than this are one block: cutting them up costs more calls than it saves memory.
-SMALL_BYTES = 256 << 10
+# States of a step that take no more than this are one block: cutting them up costs more calls than it saves memory.
+SMALL_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ class StepInputs(NamedTuple):
         bd: [M, 1], beta · decay.
         decay: [M, 1, 1].
         dot: [M, 1], key · scaled query.
-        still: bool [M, 1], where the state must stay as it is (decay and key are 1); None if nowhere.
+        moving: int32 [M, 1], all bits set, but none where the state must stay as it is (there the decay is 1 and the
+            key -0.0); None if all move.
     """
 
     kq: Tensor
@@ -81,13 +82,15 @@ class StepInputs(NamedTuple):
     bd: Tensor
     decay: Tensor
     dot: Tensor
-    still: Tensor | None
+    moving: Tensor | None
 
     def split(self, sizes: Sequence[int]) -> list[StepInputs]:
         """Return the inputs of consecutive runs of M."""
-        stills = [None] * len(sizes) if self.still is None else self.still.split(sizes)
+        if len(sizes) == 1:
+            return [self]
+        moving = [None] * len(sizes) if self.moving is None else self.moving.split(sizes)
         tensors = (self.kq, self.bv, self.bd, self.decay, self.dot)
-        return [StepInputs(*part) for part in zip(*(x.split(sizes) for x in tensors), stills, strict=True)]
+        return [StepInputs(*part) for part in zip(*(x.split(sizes) for x in tensors), moving, strict=True)]
 
 
 class StateBlocks(NamedTuple):
@@ -216,10 +219,14 @@ def prepare(x: Tokens, donor: Tensor | None, still: Tensor | None, options: Opti
     decay, beta = torch.exp(by_donor(x.g)), by_donor(x.beta)
     if options.use_qk_l2norm:
         kq = l2norm(kq)
+    moving: Tensor | list[None] = [None] * steps
     if still is not None:
-        kq[..., 0, :].masked_fill_(still[:, :, None, None], 1.0)
+        mask = still.to(torch.int32).sub_(1)
+        key_bits = kq[..., 0, :].view(torch.int32)
+        key_bits.bitwise_and_(mask[:, :, None, None])
+        key_bits.bitwise_or_((~mask & torch.iinfo(torch.int32).min)[:, :, None, None])
         decay.masked_fill_(still[:, :, None], 1.0)
-        still = still[:, :, None].expand(-1, -1, heads * group).reshape(steps, -1, 1)
+        moving = mask[:, :, None].expand(-1, -1, heads * group).reshape(steps, -1, 1)
     dot = (kq[..., 0, :] * kq[..., 1, :]).sum(-1).mul_(options.scale)
     if group > 1:
         kq = kq[:, :, :, None].expand(-1, -1, -1, group, -1, -1)
@@ -229,8 +236,7 @@ def prepare(x: Tokens, donor: Tensor | None, still: Tensor | None, options: Opti
     bv = (by_donor(x.v) * beta[..., None]).flatten(1, 2)
     decay = decay.reshape(steps, -1, 1)
     kq[:, :, 1].mul_(decay * options.scale)
-    stills = [None] * steps if still is None else still
-    flat = zip(kq, bv, bd, decay[..., None], dot.reshape(steps, -1, 1), stills, strict=True)
+    flat = zip(kq, bv, bd, decay[..., None], dot.reshape(steps, -1, 1), moving, strict=True)
     return [StepInputs(*token) for token in flat]
 
 
@@ -260,9 +266,9 @@ def step_state(state: Tensor, x: StepInputs, v_first: bool, o: Tensor) -> None:
     """
     y = torch.bmm(x.kq, state.transpose(1, 2) if v_first else state)
     u = torch.addcmul(x.bv, x.bd, y[:, 0], value=-1)
-    if x.still is not None:
-        # x · 1 + (-0.0) is x bit for bit, whatever an untouched state holds.
-        u.masked_fill_(x.still, -0.0)
+    if x.moving is not None:
+        # Where it is 0, k u^T is (-0.0)(0.0) = -0.0, and s · 1 + (-0.0) is s bit for bit, whatever the state holds.
+        u.view(torch.int32).bitwise_and_(x.moving)
     state.mul_(x.decay)
     if v_first:
         state.addcmul_(u[:, :, None], x.kq[:, :1])
@@ -278,14 +284,16 @@ def run_steps(x: Tokens, pool: FlatPool, plan: StepRows, options: Options) -> Te
     # A 16-bit pool needs the stored form of a block beside its fp32 form.
     copies = 1 if stored_dtype == torch.float32 else 2
     state_bytes = rows * heads * values * keys * stored_dtype.itemsize
-    limit = max(min(BLOCK_BYTES, state_bytes // (BLOCK_FRACTION * copies)), SMALL_BYTES)
+    limit = min(BLOCK_BYTES, state_bytes // (BLOCK_FRACTION * copies))
+    if state_bytes <= SMALL_BYTES:
+        limit = rows * heads * values * keys * 4
     blocks = state_blocks(rows, heads, values, keys, limit)
     plan, donor = repeat_donors(plan, blocks.rows[0])
     sizes = [n * (hs.stop - hs.start) for n in blocks.rows for hs in blocks.heads]
     inputs = [token.split(sizes) for token in prepare(x, donor, still_tokens(plan, donor, steps), options)]
     del x
     o = torch.empty(steps, rows * heads, values, dtype=torch.float32, device=pool.view.device)
-    outputs = [token.split(sizes) for token in o]
+    outputs = [token.split(sizes) if len(sizes) > 1 else (token,) for token in o]
 
     v_dim = 2 if options.state_v_first else 3
     views = [
@@ -314,7 +322,7 @@ def run_steps(x: Tokens, pool: FlatPool, plan: StepRows, options: Options) -> Te
             del stored, states, state
     o = o.view(steps, rows, heads, values)
     if plan.live is not None:
-        o = torch.where(plan.live[:, None, None], o, 0.0)
+        o.view(torch.int32).bitwise_and_(row_mask(plan.live, torch.float32).view(-1, 1, 1))
     return o.to(dtype)
 
 
