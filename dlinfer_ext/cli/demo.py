@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 import sys
-import tempfile
 import time
 import urllib.request
 from dataclasses import asdict, dataclass
@@ -51,17 +50,16 @@ def run(args: argparse.Namespace) -> int:
     line = serve.command(args.model.resolve(), MODEL, port, args.drafts)
     say = (lambda *_: None) if args.json else print
     say("$ DLINFER_EXT_VENDOR=cpu DLINFER_EXT_CPU_DTYPE=float32 lmdeploy " + " ".join(map(str, line[3:])))
-    with tempfile.NamedTemporaryFile(prefix="dlinfer_ext_server_", suffix=".log") as log:
-        started = time.monotonic()
-        try:
-            with serve.serving(line, MODEL, port, log.file, serve.environment()) as server:
-                say(f"server up in {time.monotonic() - started:.1f} s at {server.url}")
-                if args.serve:
-                    return _leave_running(server)
-                report = _ask(server, args)
-        except RuntimeError as error:
-            print(f"demo: {error}\n{Path(log.name).read_text(errors='replace')[-4000:]}", file=sys.stderr)
-            return 1
+    started = time.monotonic()
+    try:
+        with serve.serving(line, MODEL, port, serve.environment()) as server:
+            say(f"server up in {time.monotonic() - started:.1f} s at {server.url}")
+            if args.serve:
+                return _leave_running(server)
+            report = _ask(server, args)
+    except RuntimeError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
     report["command"] = line[1:]
     ok = report["token_identical"] and (not args.drafts or report["accepted"] > 0)
     print(json.dumps(report, indent=2) if args.json else _text(report))

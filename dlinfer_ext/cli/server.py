@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -14,7 +15,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
+
+OUTPUT_SHOWN: Final = 6000
 
 
 @dataclass(frozen=True)
@@ -57,23 +60,38 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @contextmanager
-def serving(
-    line: list[str], model: str, port: int, log: IO[bytes], env: Mapping[str, str], timeout_s: float = 180
-) -> Iterator[Server]:
+def serving(line: list[str], model: str, port: int, env: Mapping[str, str], timeout_s: float = 180) -> Iterator[Server]:
     """Run a server until the block ends, then stop its whole process group.
 
     Raises:
-        RuntimeError: it ended or did not answer in `timeout_s` seconds.
+        RuntimeError: it ended or did not answer in `timeout_s` seconds; the message holds the end of its output.
     """
+    with tempfile.NamedTemporaryFile(prefix="dlinfer_ext_server_", suffix=".log") as log:
+        try:
+            with _running(line, model, port, log.file, env, timeout_s) as server:
+                yield server
+        except _NotServingError as error:
+            output = Path(log.name).read_text(encoding="utf-8", errors="replace")
+            raise RuntimeError(f"{error}\n{output[-OUTPUT_SHOWN:]}") from None
+
+
+class _NotServingError(RuntimeError):
+    pass
+
+
+@contextmanager
+def _running(
+    line: list[str], model: str, port: int, log: IO[bytes], env: Mapping[str, str], timeout_s: float
+) -> Iterator[Server]:
     process = subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT, env=dict(env), start_new_session=True)
     try:
         server = Server(f"http://127.0.0.1:{port}", model, process.pid)
         deadline = time.monotonic() + timeout_s
         while not _answers(server):
             if process.poll() is not None:
-                raise RuntimeError(f"the server ended with code {process.returncode} before it answered")
+                raise _NotServingError(f"the server ended with code {process.returncode} before it answered")
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the server did not answer within {timeout_s:.0f} s")
+                raise _NotServingError(f"the server did not answer within {timeout_s:.0f} s")
             time.sleep(0.3)
         yield server
     finally:

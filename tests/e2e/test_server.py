@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -30,10 +29,7 @@ def server() -> Iterator[serve.Server]:
     port = serve.free_port()
     extra = ("--enable-prefix-caching", "--max-prefill-token-num", "64")
     line = serve.command(CHECKPOINT, MODEL, port, 3, extra)
-    with (
-        tempfile.NamedTemporaryFile(suffix=".log") as log,
-        serve.serving(line, MODEL, port, log.file, serve.environment()) as running,
-    ):
+    with serve.serving(line, MODEL, port, serve.environment()) as running:
         yield running
 
 
