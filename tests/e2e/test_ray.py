@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from dlinfer_ext.cli.server import free_port
 from tests.e2e import engine
 from tests.e2e.checkpoints import checkpoint, random_qwen3_5  # noqa: F401
 from tests.e2e.engine import PROMPTS, accepted, assert_identical, expected
@@ -125,6 +126,23 @@ def test_prefix_caching(ray_env: Env, checkpoint: Checkpoint) -> None:  # noqa: 
     )
     assert_identical(result, expected(model, prompts, 48))
     assert sum(result["cached_tokens"]) > 0, "no prefix was found in the cache"
+
+
+@needs_ray
+def test_ray_that_was_running_before(ray_env: Env, checkpoint: Checkpoint) -> None:  # noqa: F811
+    """Its environment lacks our settings: the engine hands them to its workers."""
+    model = checkpoint(random_qwen3_5)
+    address = f"127.0.0.1:{free_port()}"
+    options = ["--head", "--block", f"--port={address.split(':')[1]}", "--num-cpus=2", "--include-dashboard=false"]
+    options += ['--resources={"NPU": 2}', "--object-store-memory=200000000"]
+    line = [sys.executable, "-m", "ray.scripts.scripts", "start", *options]
+    cluster = subprocess.Popen(line, env={**os.environ, **ray_env}, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    try:
+        result = run(model, [list(PROMPTS)], {**ray_env, "RAY_ADDRESS": address}, tokens=16)
+    finally:
+        cluster.terminate()
+        cluster.wait(timeout=30)
+    assert_identical(result, expected(model, PROMPTS, 16))
 
 
 @needs_ray

@@ -30,7 +30,7 @@ class Seam:
     """One function, class or set of fields of the host.
 
     Attributes:
-        hook: the hook it belongs to (H1 … H9, docs/en/hosts.md).
+        hook: the hook it belongs to (H1 … H10, docs/en/hosts.md).
         module: dotted module name.
         name: qualified name in it.
         parameters: the parameter names in order for a function ("*" and "**" included), the annotated fields needed
@@ -156,6 +156,13 @@ SEAMS: Final = (
         "Qwen3NextModelConfigBuilder.build",
         _names("cls hf_config model_path tp **kwargs"),
         "wrapped: the convolution pool becomes position-major",
+    ),
+    Seam(
+        "H10",
+        "lmdeploy.pytorch.engine.executor.ray_executor",
+        "_update_runtime_envs",
+        _names("runtime_env"),
+        "wrapped: Ray's workers get this process's settings of ours beside LMDeploy's own",
     ),
 )
 

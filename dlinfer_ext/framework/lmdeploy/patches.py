@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,6 +81,19 @@ def _model_names(module: Any) -> str:
     return "build_rmsnorm_gated and GatedDeltaMeta are dlinfer_ext's"
 
 
+def _ray_settings(module: Any) -> str:
+    """Workers inherit the environment of the Ray they run in, which may have been started before, on other hosts."""
+    original = module._update_runtime_envs
+
+    def update(runtime_env: dict[str, Any]) -> Any:
+        runtime_env = original(runtime_env)
+        runtime_env["env_vars"] |= {v.name: os.environ[v.name] for v in envs.ALL if v.name in os.environ}
+        return runtime_env
+
+    module._update_runtime_envs = update
+    return "_update_runtime_envs hands on DLINFER_EXT_*"
+
+
 def _cpu(name: str) -> Apply:
     def apply(module: Any) -> str:
         from . import cpu_host
@@ -127,6 +141,14 @@ PATCHES: Final = (
         partial(pools.patch_builder, name="Qwen3NextModelConfigBuilder"),
         "each state access is a two-byte run",
         "LMDeploy asks the backend for the pool's layout",
+    ),
+    Patch(
+        "H10",
+        "lmdeploy.pytorch.engine.executor.ray_executor",
+        _BOTH,
+        _ray_settings,
+        "workers of a Ray that was running before take other routes and vendors than the engine was told",
+        "LMDeploy hands on the caller's environment",
     ),
     Patch(
         "H7",
