@@ -125,7 +125,8 @@ def test_every_variable_is_documented_with_its_default(tree: Path) -> None:
 @BOTH_TREES
 def test_hooks_are_those_of_the_contract(tree: Path) -> None:
     rows = re.findall(r"^\| (H\d+) \|(.*)$", read(tree / "hosts.md"), re.MULTILINE)
-    assert [hook for hook, _ in rows] == sorted({"H1"} | {s.hook for s in contract.SEAMS})
+    wanted = {"H1"} | {s.hook for s in contract.SEAMS}
+    assert [hook for hook, _ in rows] == sorted(wanted, key=lambda h: int(h[1:]))
     for patch in PATCHES:
         text = dict(rows)[patch.hook]
         assert f"`{patch.module.removeprefix('lmdeploy.')}" in text, f"{patch.key} is not named"
@@ -226,8 +227,8 @@ def test_following_the_page_adds_an_operator(tmp_path: Path) -> None:
             (copy / files[0]).parent.mkdir(exist_ok=True)
             (copy / files[0]).write_text(body, encoding="utf-8")
         elif "__all__" in first:
-            insert(files[0], "import RMSNormGated, gated_rms_norm, rmsnorm_fn\n", body)
-            insert(files[0], "__all__ = [\n", '    "soft_cap",\n')
+            insert(files[0], "import rejection_sample, unusable_positions, verify, verify_greedy\n", body)
+            insert(files[0], '    "rmsnorm_fn",\n', '    "soft_cap",\n')
         else:
             where = {"CALLS": "Mapping[str, Call] = {\n", "ROUTES": "dict[str, tuple[Route, ...]]] = {\n"}
             for file in files:
@@ -237,6 +238,8 @@ def test_following_the_page_adds_an_operator(tmp_path: Path) -> None:
         "kernels/README.md", "|---|---|---|---|---|---|---|\n", "| `soft_cap` | [soft_cap](soft_cap) | | | none | | |\n"
     )
 
+    touched = ["dlinfer_ext/ops", "dlinfer_ext/vendor", "dlinfer_ext/cli", "kernels/soft_cap", "tests/kernels"]
+    run([sys.executable, "-m", "ruff", "check", "--no-cache", *touched], copy)
     path = {"PYTHONPATH": str(copy)}
     assert "soft_cap" in run([sys.executable, "-m", "dlinfer_ext", "ops"], copy, path)
     bench = ["-m", "dlinfer_ext", "bench", "ops", "--family", "cap", "--repeats", "3"]
