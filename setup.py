@@ -11,7 +11,7 @@ exec((HERE / "dlinfer_ext" / "version.py").read_text(encoding="utf-8"), VERSION)
 setup(
     name="dlinfer-ext",
     version=VERSION["__version__"],
-    description="Gated DeltaNet and Kimi Delta Attention operators for LMDeploy on Huawei Ascend, checkable on a CPU",
+    description="Gated DeltaNet operators for LMDeploy on Huawei Ascend, checkable on a CPU",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

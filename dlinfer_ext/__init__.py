@@ -1,4 +1,4 @@
-"""Gated DeltaNet and Kimi Delta Attention for LMDeploy on Huawei Ascend, checkable on a CPU.
+"""Gated DeltaNet for LMDeploy on Huawei Ascend, checkable on a CPU.
 
 Importing this package changes nothing: `dlinfer_ext.framework.lmdeploy.install()` does, once and visibly.
 """

@@ -30,7 +30,7 @@ class Seam:
     """One function, class or set of fields of the host.
 
     Attributes:
-        hook: the hook it belongs to (H1 … H10, docs/en/hosts.md).
+        hook: the hook it belongs to (H1 … H11, docs/en/hosts.md).
         module: dotted module name.
         name: qualified name in it.
         parameters: the parameter names in order for a function ("*" and "**" included), the annotated fields needed
@@ -163,6 +163,13 @@ SEAMS: Final = (
         "_update_runtime_envs",
         _names("runtime_env"),
         "wrapped: Ray's workers get this process's settings of ours beside LMDeploy's own",
+    ),
+    Seam(
+        "H11",
+        "lmdeploy.pytorch.engine.mp_engine.zmq_engine",
+        "ZMQMPEngine._mp_proc",
+        _names("shared_dict condition model_path engine_config log_level speculative_config **kwargs"),
+        "wrapped: the engine process outlives the manager it publishes its port through",
     ),
 )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any, Final
 from wrapt.importer import when_imported
 
 from ... import envs
-from . import contract, pools
+from . import contract, pools, processes
 
 logger = logging.getLogger("dlinfer_ext")
 
@@ -81,19 +80,6 @@ def _model_names(module: Any) -> str:
     return "build_rmsnorm_gated and GatedDeltaMeta are dlinfer_ext's"
 
 
-def _ray_settings(module: Any) -> str:
-    """Workers inherit the environment of the Ray they run in, which may have been started before, on other hosts."""
-    original = module._update_runtime_envs
-
-    def update(runtime_env: dict[str, Any]) -> Any:
-        runtime_env = original(runtime_env)
-        runtime_env["env_vars"] |= {v.name: os.environ[v.name] for v in envs.ALL if v.name in os.environ}
-        return runtime_env
-
-    module._update_runtime_envs = update
-    return "_update_runtime_envs hands on DLINFER_EXT_*"
-
-
 def _cpu(name: str) -> Apply:
     def apply(module: Any) -> str:
         from . import cpu_host
@@ -146,9 +132,17 @@ PATCHES: Final = (
         "H10",
         "lmdeploy.pytorch.engine.executor.ray_executor",
         _BOTH,
-        _ray_settings,
+        processes.patch_ray_settings,
         "workers of a Ray that was running before take other routes and vendors than the engine was told",
         "LMDeploy hands on the caller's environment",
+    ),
+    Patch(
+        "H11",
+        "lmdeploy.pytorch.engine.mp_engine.zmq_engine",
+        _BOTH,
+        processes.patch_engine_start,
+        "the server now and then ends at start with EOFError in mp_engine_proc",
+        "LMDeploy keeps the manager until the engine process has left its condition",
     ),
     Patch(
         "H7",
