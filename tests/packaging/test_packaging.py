@@ -42,7 +42,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what a build needs, symlinks kept, so that nothing is written into the checkout."""
     copy = tmp_path_factory.mktemp("source") / "checkout"
     copy.mkdir()
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
     for name in ("dlinfer_ext", "kernels", "configs", "tests"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
