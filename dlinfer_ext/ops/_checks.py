@@ -31,8 +31,10 @@ def require_dtype(op: str, arg: str, t: Tensor, allowed: Sequence[torch.dtype]) 
 def require_shape(op: str, arg: str, t: Tensor, shape: Sequence[int | str]) -> None:
     """Check the rank and every dimension given as an int; a str names a free dimension."""
     require_tensor(op, arg, t)
-    ok = t.dim() == len(shape) and all(isinstance(w, str) or w == g for w, g in zip(shape, t.shape, strict=False))
-    require(ok, op, arg, f"of shape {list(t.shape)}", f"[{', '.join(map(str, shape))}]")
+    got = t.shape
+    ok = len(got) == len(shape) and all(isinstance(w, str) or w == g for w, g in zip(shape, got, strict=False))
+    if not ok:  # a decode step may be shorter than making the text takes
+        require(False, op, arg, f"of shape {list(got)}", f"[{', '.join(map(str, shape))}]")
 
 
 def require_same_device(op: str, first: str, ref: Tensor, **others: Tensor | None) -> None:

@@ -1,17 +1,19 @@
 """Gated delta rule one token at a time, batched over rows: decode and verify. No host read.
 
 The state is taken block by block (rows, and parts of a row when a row is large), so that a block stays in cache between
-its read and its write and the extra memory stays a fraction of the state addressed. With S the state before a token and
-d = exp(g), a block computes
+its read and its write and the extra memory stays a fraction of the state addressed. With S the state before a token, a
+block computes
 
-    [S^T k, d S^T q] in one product;  u = beta (v - d S^T k);  S <- d S + k u^T;  o = d S^T q + (k·q) u
+    S <- exp(g) S;  [S^T k, S^T q] in one product;  u = beta (v - S^T k);  S <- S + k u^T;  o = S^T q + (k·q) u
 
-which is the recurrence with the decay moved behind the product (Yang et al., Gated Delta Networks, arXiv 2412.06464).
+with both products taken before the update (Yang et al., Gated Delta Networks, arXiv 2412.06464). A decode step of a few
+small states costs as much in calls as in arithmetic, so calls are saved: the inputs are packed into one tensor, which
+is gathered and cut once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,51 +48,41 @@ class StepRows:
     """Where the rows of a step read and write.
 
     Attributes:
-        live: bool [N], rows that have a state; None if all have.
+        live: bool [N], rows that have a state.
         length: int64 [N], tokens of each row; None if all have Q.
+        start: int64 [N], the first token of each row in the packed inputs.
         read: int64 [N], flat place of the state before the step.
-        write: int64 [Q, N] the place after each token, or [1, N] the place after the last.
-        each_token: which of the two.
+        write: int64 [Q, N], the place after each token; None if the last state goes back to `read`.
         fresh: bool [N], rows that start from a zero state; None if none does.
-        idle: bool [N], rows of a block without a live row; None if there can be none.
     """
 
-    live: Tensor | None
+    live: Tensor
     length: Tensor | None
+    start: Tensor
     read: Tensor
-    write: Tensor
-    each_token: bool
+    write: Tensor | None
     fresh: Tensor | None
-    idle: Tensor | None = None
 
 
 class StepInputs(NamedTuple):
-    """The inputs of a token in fp32; M = rows · HV, a row's heads side by side.
+    """The inputs of Q tokens in fp32; M = rows · HV, a row's heads side by side.
 
     Attributes:
-        kq: [M, 2, K], the key and the scaled query times the decay.
-        bv: [M, V], beta · v.
-        bd: [M, 1], beta · decay.
-        decay: [M, 1, 1].
-        dot: [M, 1], key · scaled query.
-        moving: int32 [M, 1], all bits set, but none where the state must stay as it is (there the decay is 1 and the
-            key -0.0); None if all move.
+        kq: [Q, M, 2, K], the key and the scaled query.
+        v: [Q, M, V].
+        beta: [Q, M, 1].
+        decay: [Q, M, 1, 1].
+        dot: [Q, M, 1], key · scaled query.
+        moving: int32 [Q, M, 1], all bits set, but none where the state must stay as it is (there the decay is 1 and the
+            key -0.0).
     """
 
     kq: Tensor
-    bv: Tensor
-    bd: Tensor
+    v: Tensor
+    beta: Tensor
     decay: Tensor
     dot: Tensor
-    moving: Tensor | None
-
-    def split(self, sizes: Sequence[int]) -> list[StepInputs]:
-        """Return the inputs of consecutive runs of M."""
-        if len(sizes) == 1:
-            return [self]
-        moving = [None] * len(sizes) if self.moving is None else self.moving.split(sizes)
-        tensors = (self.kq, self.bv, self.bd, self.decay, self.dot)
-        return [StepInputs(*part) for part in zip(*(x.split(sizes) for x in tensors), moving, strict=True)]
+    moving: Tensor
 
 
 class StateBlocks(NamedTuple):
@@ -124,12 +116,12 @@ def plan_rows(
     state_indices: Tensor | None,
     history_lens: Tensor | None,
     num_accepted_tokens: Tensor | None,
+    start: Tensor,
     length: Tensor | None,
     pad_slot_id: int,
 ) -> StepRows:
     """Work out which rows are live, and the places that each reads and writes; a row that is not live has place 0."""
     device = pool.view.device
-    alive: list[Tensor] = [] if length is None else [length > 0]
     slots = torch.arange(rows, device=device) if state_indices is None else state_indices
     write: Tensor | None = None
     if slots.dim() == 2:
@@ -138,106 +130,65 @@ def plan_rows(
         target_ok = live_slots(target, pad_slot_id)
         if length is not None:
             target_ok |= torch.arange(steps, device=device)[:, None] >= length
-        alive += [live_slots(source, pad_slot_id), target_ok.all(0)]
+        live = live_slots(source, pad_slot_id) & target_ok.all(0)
         read, write = pool.at(source), pool.at(target)
     else:
-        if state_indices is not None:
-            alive.append(live_slots(slots, pad_slot_id))
+        live = live_slots(slots, pad_slot_id)
         if pool.ring is not None and history_lens is not None:
             after = torch.arange(1, steps + 1, device=device)[:, None]
             read = pool.at(slots, ring_slot(history_lens, 0, pool.ring))
             write = pool.at(slots, ring_slot(history_lens, after, pool.ring))
         else:
             read = pool.at(slots)
+    if length is not None:
+        live &= length > 0
+        if write is not None:
+            # Past its last token a row holds its last state, and stores it again where it already is.
+            token = torch.arange(steps, device=device)[:, None]
+            write = write.gather(0, torch.minimum(token, length - 1).clamp(min=0))
     fresh = None
     if history_lens is not None:
-        alive.append(history_lens >= 0)
-        fresh = history_lens == 0
-    if length is not None and write is not None:
-        # Past its last token a row holds its last state, and stores it again where it already is.
-        token = torch.arange(steps, device=device)[:, None]
-        write = write.gather(0, torch.minimum(token, length - 1).clamp(min=0))
-    each_token = write is not None
-    if not alive:
-        return StepRows(None, length, read, read[None] if write is None else write, each_token, fresh)
-    live = alive[0]
-    for ok in alive[1:]:
-        live = live & ok
+        live &= history_lens >= 0
+        fresh = (history_lens == 0) & live
     read = read * live
-    write = read[None] if write is None else write * live
-    return StepRows(live, length, read, write, each_token, None if fresh is None else fresh & live)
+    return StepRows(live, length, start, read, None if write is None else write * live, fresh)
 
 
-def repeat_donors(plan: StepRows, block: int) -> tuple[StepRows, Tensor | None]:
-    """Let each row that is not live repeat a live row of its block of rows, so that its write changes nothing.
+def prepare(x: Tokens, plan: StepRows, donor: Tensor, idle: Tensor, steps: int, options: Options) -> StepInputs:
+    """Gather the tokens of each row's donor, and compute in fp32 what each needs besides the state.
 
     Args:
+        x: packed [T, ...] or dense [N, Q, ...]; tokens are counted in this order.
         plan: of the step.
-        block: rows per block of states.
-
-    Returns:
-        The plan by donor (its `live` and `length` stay as they were), and the donor of each row, or None if all rows
-        are live.
-    """
-    if plan.live is None:
-        return plan, None
-    donor = donor_rows(plan.live, block)
-    read = plan.read.index_select(0, donor)
-    write = plan.write.index_select(1, donor) if plan.each_token else read[None]
-    fresh = None if plan.fresh is None else plan.fresh.index_select(0, donor)
-    idle = ~plan.live.index_select(0, donor)
-    return StepRows(plan.live, plan.length, read, write, plan.each_token, fresh, idle), donor
-
-
-def still_tokens(plan: StepRows, donor: Tensor | None, steps: int) -> Tensor | None:
-    """Return bool [Q, N]: where a row must leave its state as it is, idle or past its end; None if nowhere."""
-    if plan.idle is None or donor is None:
-        return None
-    still = plan.idle.expand(steps, -1)
-    if plan.length is None:
-        return still
-    token = torch.arange(steps, device=donor.device)[:, None]
-    return still | (token >= plan.length.index_select(0, donor))
-
-
-def prepare(x: Tokens, donor: Tensor | None, still: Tensor | None, options: Options) -> list[StepInputs]:
-    """Compute in fp32 what each token needs besides the state.
-
-    Args:
-        x: [Q, N, ...].
-        donor: int64 [N] or None.
-        still: bool [Q, N] or None.
+        donor: int64 [N], the row whose tokens each row takes.
+        idle: bool [N], rows whose state must stay as it is.
+        steps: Q.
         options: of the rule.
     """
-    steps, _, heads, keys = x.q.shape
-    group = x.v.shape[2] // heads
+    *lead, heads, values = x.v.shape
+    total, keys, group = math.prod(lead), x.q.shape[-1], heads // x.q.shape[-2]
+    q, k = (x.q, x.k) if group == 1 else (y.repeat_interleave(group, -2) for y in (x.q, x.k))
+    # The row behind the last token stands for a token that leaves a state as it is: s · exp(-0.0) + (-0.0)(0.0) is s
+    # bit for bit, -0.0 included.
+    packed = torch.empty(total + 1, heads, 2 * keys + values + 2, dtype=torch.float32, device=q.device)
+    packed[total].fill_(-0.0)
+    tokens = packed[:total].view(*lead, heads, -1)
+    torch.cat((k, q, x.v, x.g[..., None], x.beta[..., None]), -1, out=tokens)
 
-    def by_donor(y: Tensor) -> Tensor:
-        return (y if donor is None else y.index_select(1, donor)).float()
+    step = torch.arange(steps, device=q.device)[:, None]
+    still = idle if plan.length is None else idle | (step >= plan.length.index_select(0, donor))
+    token = torch.where(still, total, plan.start.index_select(0, donor) + step).flatten()
+    # As in the packed inputs, a token's heads side by side.
+    packed = packed.index_select(0, token).view(steps, -1, packed.shape[2])
+    moving = row_mask(token != total, torch.float32).expand(-1, heads, -1, -1).reshape(steps, -1, 1)
 
-    kq = by_donor(torch.stack((x.k, x.q), 3))
-    decay, beta = torch.exp(by_donor(x.g)), by_donor(x.beta)
+    kq, v, g, beta = packed.split((2 * keys, values, 1, 1), 2)
+    kq = kq.unflatten(2, (2, keys))
     if options.use_qk_l2norm:
         kq = l2norm(kq)
-    moving: Tensor | list[None] = [None] * steps
-    if still is not None:
-        mask = still.to(torch.int32).sub_(1)
-        key_bits = kq[..., 0, :].view(torch.int32)
-        key_bits.bitwise_and_(mask[:, :, None, None])
-        key_bits.bitwise_or_((~mask & torch.iinfo(torch.int32).min)[:, :, None, None])
-        decay.masked_fill_(still[:, :, None], 1.0)
-        moving = mask[:, :, None].expand(-1, -1, heads * group).reshape(steps, -1, 1)
-    dot = (kq[..., 0, :] * kq[..., 1, :]).sum(-1).mul_(options.scale)
-    if group > 1:
-        kq = kq[:, :, :, None].expand(-1, -1, -1, group, -1, -1)
-        dot = dot[..., None].expand(-1, -1, -1, group)
-    kq = kq.reshape(steps, -1, 2, keys).contiguous()  # a view still, if one row has one key head
-    bd = (beta * decay).reshape(steps, -1, 1)
-    bv = (by_donor(x.v) * beta[..., None]).flatten(1, 2)
-    decay = decay.reshape(steps, -1, 1)
-    kq[:, :, 1].mul_(decay * options.scale)
-    flat = zip(kq, bv, bd, decay[..., None], dot.reshape(steps, -1, 1), moving, strict=True)
-    return [StepInputs(*token) for token in flat]
+    kq[:, :, 1].mul_(options.scale)
+    dot = (kq[:, :, 0] * kq[:, :, 1]).sum(-1, keepdim=True)
+    return StepInputs(kq, v, beta, g.exp()[..., None], dot, moving)
 
 
 def state_blocks(rows: int, heads: int, values: int, keys: int, limit: int) -> StateBlocks:
@@ -260,26 +211,26 @@ def step_state(state: Tensor, x: StepInputs, v_first: bool, o: Tensor) -> None:
 
     Args:
         state: fp32 [m, V, K] (v_first) or [m, K, V], mutated.
-        x: the inputs of the token for these m states.
+        x: the inputs of the token for these m states, without the leading Q.
         v_first: the orientation.
         o: [m, V], written.
     """
-    y = torch.bmm(x.kq, state.transpose(1, 2) if v_first else state)
-    u = torch.addcmul(x.bv, x.bd, y[:, 0], value=-1)
-    if x.moving is not None:
-        # Where it is 0, k u^T is (-0.0)(0.0) = -0.0, and s · 1 + (-0.0) is s bit for bit, whatever the state holds.
-        u.view(torch.int32).bitwise_and_(x.moving)
     state.mul_(x.decay)
+    s_k, s_q = torch.bmm(x.kq, state.transpose(1, 2) if v_first else state).unbind(1)
+    u = torch.sub(x.v, s_k).mul_(x.beta)
+    # Whatever the state holds, u is 0.0 and the key -0.0 where the state must stay.
+    u.view(torch.int32).bitwise_and_(x.moving)
+    key = x.kq[:, 0]
     if v_first:
-        state.addcmul_(u[:, :, None], x.kq[:, :1])
+        state.addcmul_(u[:, :, None], key[:, None])
     else:
-        state.addcmul_(x.kq[:, 0, :, None], u[:, None])
-    torch.addcmul(y[:, 1], x.dot, u, out=o)
+        state.addcmul_(key[:, :, None], u[:, None])
+    torch.addcmul(s_q, x.dot, u, out=o)
 
 
-def run_steps(x: Tokens, pool: FlatPool, plan: StepRows, options: Options) -> Tensor:
-    """Run Q steps over N rows of inputs [Q, N, ...]; returns o [Q, N, HV, V] and mutates the pool."""
-    steps, rows, heads, values = x.v.shape
+def run_steps(x: Tokens, pool: FlatPool, plan: StepRows, steps: int, options: Options) -> Tensor:
+    """Run Q steps over N rows of inputs [T, ...] or [N, Q, ...]; returns o [Q, N, HV, V] and mutates the pool."""
+    rows, (heads, values) = plan.read.shape[0], x.v.shape[-2:]
     keys, dtype, stored_dtype = x.q.shape[-1], x.v.dtype, pool.view.dtype
     # A 16-bit pool needs the stored form of a block beside its fp32 form.
     copies = 1 if stored_dtype == torch.float32 else 2
@@ -288,41 +239,43 @@ def run_steps(x: Tokens, pool: FlatPool, plan: StepRows, options: Options) -> Te
     if state_bytes <= SMALL_BYTES:
         limit = rows * heads * values * keys * 4
     blocks = state_blocks(rows, heads, values, keys, limit)
-    plan, donor = repeat_donors(plan, blocks.rows[0])
-    sizes = [n * (hs.stop - hs.start) for n in blocks.rows for hs in blocks.heads]
-    inputs = [token.split(sizes) for token in prepare(x, donor, still_tokens(plan, donor, steps), options)]
+
+    # A row that is not live repeats a live one of its block, so that its write changes nothing.
+    donor = donor_rows(plan.live, blocks.rows[0])
+    idle = ~plan.live.index_select(0, donor)
+    inputs = prepare(x, plan, donor, idle, steps, options)
     del x
+    read = plan.read.index_select(0, donor)
+    write = None if plan.write is None else plan.write.index_select(1, donor)
+    clear = None if plan.fresh is None else row_mask(~plan.fresh.index_select(0, donor), stored_dtype)
+    keep = None if copies == 1 else row_mask(idle, stored_dtype)
     o = torch.empty(steps, rows * heads, values, dtype=torch.float32, device=pool.view.device)
-    outputs = [token.split(sizes) if len(sizes) > 1 else (token,) for token in o]
 
     v_dim = 2 if options.state_v_first else 3
-    views = [
-        (j, vs, pool.view[:, hs].narrow(v_dim, vs.start, vs.stop - vs.start))
-        for j, hs in enumerate(blocks.heads)
-        for vs in blocks.values
-    ]
-    none: list[Tensor | None] = [None] * len(blocks.rows)
-    clear = none if plan.fresh is None else row_mask(~plan.fresh, stored_dtype).split(blocks.rows)
-    keep = none if plan.idle is None or copies == 1 else row_mask(plan.idle, stored_dtype).split(blocks.rows)
-    places = zip(plan.read.split(blocks.rows), plan.write.split(blocks.rows, 1), clear, keep, strict=True)
-    for i, (read, write, clear_mask, keep_mask) in enumerate(places):
-        for j, vs, view in views:
-            stored = read_stored(view, read, clear_mask)
-            states = stored.float()
-            state = states.flatten(0, 1)
-            for t in range(steps):
-                at = i * len(blocks.heads) + j
-                token, out = inputs[t][at], outputs[t][at]
-                if len(blocks.values) > 1:
-                    token, out = token._replace(bv=token.bv[:, vs]), out[:, vs]
-                step_state(state, token, options.state_v_first, out)
-                if plan.each_token or t == steps - 1:
-                    write_state(view, write[t if plan.each_token else 0], states, stored, keep_mask)
-            # Otherwise this block would stay alive while the next one is read.
-            del stored, states, state
+    first = 0
+    for size in blocks.rows:
+        block = slice(first, first + size)
+        first += size
+        clear_mask, keep_mask = (None if m is None else m[block] for m in (clear, keep))
+        for hs in blocks.heads:
+            at = slice(block.start * heads + hs.start, (block.stop - 1) * heads + hs.stop)
+            for vs in blocks.values:
+                view = pool.view[:, hs].narrow(v_dim, vs.start, vs.stop - vs.start)
+                stored = read_stored(view, read[block], clear_mask)
+                states = stored.float()
+                state = states.flatten(0, 1)
+                for t in range(steps):
+                    token = StepInputs(*(y[t, at] for y in inputs))
+                    if len(blocks.values) > 1:
+                        token = token._replace(v=token.v[:, vs])
+                    step_state(state, token, options.state_v_first, o[t, at, vs])
+                    if write is not None or t == steps - 1:
+                        place = read[block] if write is None else write[t, block]
+                        write_state(view, place, states, stored, keep_mask)
+                # Otherwise this block would stay alive while the next one is read.
+                del stored, states, state
     o = o.view(steps, rows, heads, values)
-    if plan.live is not None:
-        o.view(torch.int32).bitwise_and_(row_mask(plan.live, torch.float32).view(-1, 1, 1))
+    o.view(torch.int32).bitwise_and_(row_mask(plan.live, torch.float32)[..., 0])
     return o.to(dtype)
 
 
@@ -341,11 +294,10 @@ def run_packed_steps(
     steps = min(capacity, tokens)
     cu = cu_seqlens.long()
     start, length = cu[:-1], (cu[1:] - cu[:-1]).clamp(max=steps)
-    # Past its end a row repeats its last token, so that nothing of another row enters.
-    offset = torch.minimum(torch.arange(steps, device=cu.device)[:, None], length - 1).clamp(min=0)
-    grid = (start + offset).clamp(max=tokens - 1).flatten()
-    plan = plan_rows(pool, rows, steps, state_indices, history_lens, num_accepted_tokens, length, options.pad_slot_id)
-    o = run_steps(x.map(lambda t: t.index_select(0, grid).unflatten(0, (steps, rows))), pool, plan, options)
+    plan = plan_rows(
+        pool, rows, steps, state_indices, history_lens, num_accepted_tokens, start, length, options.pad_slot_id
+    )
+    o = run_steps(x, pool, plan, steps, options)
     owner = row_of_token(cu, tokens)
     inside = owner < rows
     owner = torch.where(inside, owner, 0)
@@ -378,8 +330,10 @@ def gated_delta_rule_update(
     x, options = Tokens(q, k, v, g, beta), Options(scale, use_qk_l2norm, state_v_first, pad_slot_id)
     pool = flatten_pool(state)
     if cu_seqlens is None:
-        plan = plan_rows(pool, rows, q.shape[1], state_indices, history_lens, num_accepted_tokens, None, pad_slot_id)
-        return run_steps(x.map(lambda t: t.transpose(0, 1)), pool, plan, options).transpose(0, 1).contiguous()
+        steps = q.shape[1]
+        start = torch.arange(0, rows * steps, steps, device=q.device)
+        plan = plan_rows(pool, rows, steps, state_indices, history_lens, num_accepted_tokens, start, None, pad_slot_id)
+        return run_steps(x, pool, plan, steps, options).transpose(0, 1).contiguous()
     capacity = pool.ring
     if state_indices is not None and state_indices.dim() == 2:
         capacity = state_indices.shape[1]
