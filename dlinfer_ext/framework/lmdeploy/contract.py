@@ -137,6 +137,20 @@ SEAMS: Final = (
         "replaced on the CPU: it blocks the event loop in a barrier",
     ),
     Seam(
+        "H7",
+        "lmdeploy.pytorch.engine.executor.mp_executor",
+        "Notifier.close",
+        _names("self"),
+        "bounded in time on the CPU: it waits for sleepers that may be gone",
+    ),
+    Seam(
+        "H7",
+        "lmdeploy.pytorch.engine.executor.mp_executor",
+        "ExecutorProc.join",
+        _names("self"),
+        "bounded in time on the CPU: a worker may never end by itself",
+    ),
+    Seam(
         "H8",
         "lmdeploy.pytorch.config",
         "_update_torch_dtype",

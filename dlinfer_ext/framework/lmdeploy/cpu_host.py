@@ -6,13 +6,17 @@ import asyncio
 import json
 import logging
 import os
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from ... import envs
+
+# How long a closing executor waits for something that may never come.
+SHUTDOWN_S: Final = 5.0
 
 
 def backend_class() -> type:
@@ -76,7 +80,34 @@ def patch_notifier(module: Any) -> str:
         self._update_event_id()
 
     module.Notifier.wait_async = wait_async
-    return "Notifier.wait_async waits in a thread"
+    _bound_shutdown(module)
+    return "Notifier.wait_async waits in a thread; closing is bounded in time"
+
+
+def _bound_shutdown(module: Any) -> None:
+    """Let closing the mp executor end whatever its workers do.
+
+    `multiprocessing.Event.set` waits until every sleeper has woken. A worker that was ended while one of its threads
+    slept on the event never wakes, and whoever sets it then waits for good: the other worker, and the process that
+    joins it. Nothing is lost by giving up at that point: all answers have been given.
+    """
+    original = module.Notifier.close
+
+    def close(self: Any) -> None:
+        closing = threading.Thread(target=original, args=(self,), daemon=True)
+        closing.start()
+        closing.join(SHUTDOWN_S)
+
+    def join(self: Any) -> None:
+        if self._proc is None:
+            return
+        self._proc.join(2 * SHUTDOWN_S)
+        if self._proc.is_alive():
+            self._proc.kill()
+            self._proc.join()
+
+    module.Notifier.close = close
+    module.ExecutorProc.join = join
 
 
 def patch_dtype(module: Any) -> str:
