@@ -73,8 +73,8 @@ class StepInputs(NamedTuple):
         beta: [Q, M, 1].
         decay: [Q, M, 1, 1].
         dot: [Q, M, 1], key · scaled query.
-        moving: int32 [Q, M, 1], all bits set, but none where the state must stay as it is (there the decay is 1 and the
-            key -0.0).
+        moving: int32 [Q, N, 1], all bits set, but none where the state of a row must stay as it is (there the decay is
+            1 and the key -0.0).
     """
 
     kq: Tensor
@@ -83,6 +83,13 @@ class StepInputs(NamedTuple):
     decay: Tensor
     dot: Tensor
     moving: Tensor
+
+    def at(self, t: int, rows: slice, states: slice, values: slice) -> StepInputs:
+        """Return the inputs of token t for a block: its rows, its run of M and its value channels."""
+        kq, v, beta, decay, dot, moving = self
+        return StepInputs(
+            kq[t, states], v[t, states, values], beta[t, states], decay[t, states], dot[t, states], moving[t, rows]
+        )
 
 
 class StateBlocks(NamedTuple):
@@ -180,7 +187,7 @@ def prepare(x: Tokens, plan: StepRows, donor: Tensor, idle: Tensor, steps: int, 
     token = torch.where(still, total, plan.start.index_select(0, donor) + step).flatten()
     # As in the packed inputs, a token's heads side by side.
     packed = packed.index_select(0, token).view(steps, -1, packed.shape[2])
-    moving = row_mask(token != total, torch.float32).expand(-1, heads, -1, -1).reshape(steps, -1, 1)
+    moving = row_mask(token != total, torch.float32).view(steps, -1, 1)
 
     kq, v, g, beta = packed.split((2 * keys, values, 1, 1), 2)
     kq = kq.unflatten(2, (2, keys))
@@ -211,7 +218,7 @@ def step_state(state: Tensor, x: StepInputs, v_first: bool, o: Tensor) -> None:
 
     Args:
         state: fp32 [m, V, K] (v_first) or [m, K, V], mutated.
-        x: the inputs of the token for these m states, without the leading Q.
+        x: the inputs of the token for these m states, without the leading Q; `moving` by row.
         v_first: the orientation.
         o: [m, V], written.
     """
@@ -219,7 +226,7 @@ def step_state(state: Tensor, x: StepInputs, v_first: bool, o: Tensor) -> None:
     s_k, s_q = torch.bmm(x.kq, state.transpose(1, 2) if v_first else state).unbind(1)
     u = torch.sub(x.v, s_k).mul_(x.beta)
     # Whatever the state holds, u is 0.0 and the key -0.0 where the state must stay.
-    u.view(torch.int32).bitwise_and_(x.moving)
+    u.view(torch.int32).view(x.moving.shape[0], -1).bitwise_and_(x.moving)
     key = x.kq[:, 0]
     if v_first:
         state.addcmul_(u[:, :, None], key[:, None])
@@ -265,10 +272,7 @@ def run_steps(x: Tokens, pool: FlatPool, plan: StepRows, steps: int, options: Op
                 states = stored.float()
                 state = states.flatten(0, 1)
                 for t in range(steps):
-                    token = StepInputs(*(y[t, at] for y in inputs))
-                    if len(blocks.values) > 1:
-                        token = token._replace(v=token.v[:, vs])
-                    step_state(state, token, options.state_v_first, o[t, at, vs])
+                    step_state(state, inputs.at(t, block, at, vs), options.state_v_first, o[t, at, vs])
                     if write is not None or t == steps - 1:
                         place = read[block] if write is None else write[t, block]
                         write_state(view, place, states, stored, keep_mask)
