@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -69,22 +70,28 @@ def run(
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(scenario, file)
         file.flush()
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.e2e.run_pipeline", file.name],
-            cwd=ROOT,
-            env=clean,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-        )
-    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert results, f"no result, exit code {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+        code, stdout, stderr = _run_group([sys.executable, "-m", "tests.e2e.run_pipeline", file.name], clean, timeout_s)
+    results = [line for line in stdout.splitlines() if line.startswith("RESULT ")]
+    assert results, f"no result, exit code {code}:\n{stdout[-2000:]}\n{stderr[-6000:]}"
     result: dict[str, Any] = json.loads(results[-1].removeprefix("RESULT "))
     if lose_worker or result["executor"] == "MPExecutor":  # its workers cannot be asked
         return result
     for process in result["workers"] or [result]:
         assert process["counters"].get("causal_conv1d", 0) > 0, "our operators did not run"
     return result
+
+
+def _run_group(line: list[str], env: dict[str, str], timeout_s: float) -> tuple[int | None, str, str]:
+    """Run a command in a process group of its own; after `timeout_s` seconds end all of it. None: it was ended."""
+    process = subprocess.Popen(
+        line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        out = process.communicate(timeout=timeout_s)
+        return process.returncode, *out
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return None, *process.communicate()
 
 
 @cache
