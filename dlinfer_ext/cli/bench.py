@@ -128,7 +128,7 @@ def _print(results: list[Result]) -> None:
         if r.growth:
             curves.setdefault(r.growth, []).append(r)
     show(
-        ("growth", "ms at each doubling", "times the time per doubling"),
+        ("growth", "ms, point by point", "times from point to point"),
         (
             (
                 name,
