@@ -128,23 +128,33 @@ def _transformers(checkpoint: Path, tokens: int) -> list[list[int]]:
     return outputs
 
 
-def _acceptance(server: serve.Server, drafts: int) -> dict[str, Any]:
-    """Read the accepted drafts by position from the server's own /metrics."""
+def _acceptance(server: serve.Server, drafts: int, patience_s: float = 10) -> dict[str, Any]:
+    """Read the accepted drafts by position from the server's own /metrics, once they have stopped changing."""
     if not drafts:
         return {"verify_steps": 0, "accepted": 0, "accepted_by_position": []}
+    deadline = time.monotonic() + patience_s
+    counts, before = _draft_counts(server, drafts), None
+    while counts != before and time.monotonic() < deadline:
+        time.sleep(1)
+        counts, before = _draft_counts(server, drafts), counts
+    steps, accepted, *by_position = counts
+    return {
+        "verify_steps": int(steps),
+        "accepted": int(accepted),
+        "accepted_by_position": [round(n / steps, 3) if steps else 0.0 for n in by_position],
+    }
+
+
+def _draft_counts(server: serve.Server, drafts: int) -> list[float]:
+    """Return verify steps, drafts accepted, and drafts accepted at each position."""
     metrics = server.get("/metrics")
 
     def total(name: str, label: str = "") -> float:
         rows = re.findall(rf"^lmdeploy:spec_decode_{name}_total\{{(.*?)\}} (\S+)$", metrics, re.MULTILINE)
         return sum(float(value) for labels, value in rows if label in labels)
 
-    steps = total("num_drafts")
-    by_position = [total("num_accepted_tokens_per_pos", f'position="{p}"') for p in range(drafts)]
-    return {
-        "verify_steps": int(steps),
-        "accepted": int(total("num_accepted_tokens")),
-        "accepted_by_position": [round(n / steps, 3) if steps else 0.0 for n in by_position],
-    }
+    by_position = (total("num_accepted_tokens_per_pos", f'position="{p}"') for p in range(drafts))
+    return [total("num_drafts"), total("num_accepted_tokens"), *by_position]
 
 
 def _text(report: dict[str, Any]) -> str:
