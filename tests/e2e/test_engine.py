@@ -108,6 +108,8 @@ def test_prefix_caching(drafts: int, chunk: int, checkpoint: Checkpoint) -> None
     assert result["counters"]["prefill_rows_with_history"] > 0
 
 
+# LMDeploy picks a free port before it takes it, so tests that need ports run one after the other.
+@pytest.mark.xdist_group("ports")
 @pytest.mark.parametrize(("drafts", "chunk"), [(0, 256), (3, 32)], ids=["plain", "speculative-chunked"])
 def test_two_ranks(drafts: int, chunk: int, checkpoint: Checkpoint) -> None:  # noqa: F811
     model = checkpoint(random_qwen3_5)

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from dlinfer_ext.cli import server as serve
 from tests.e2e.engine import ROOT, expected
 
-pytestmark = [pytest.mark.lmdeploy, pytest.mark.xdist_group("server")]
+pytestmark = [pytest.mark.lmdeploy, pytest.mark.xdist_group("ports")]
 CHECKPOINT = ROOT / "examples" / "checkpoints" / "tiny_qwen3_5"
 MODEL = "tiny"
 PROMPT = "class Server:\n    def __init__(self, host, port):\n"
