@@ -68,16 +68,15 @@ def _variables(problems: list[str]) -> dict[str, dict[str, str]]:
 
 
 def _vendor(problems: list[str]) -> str | None:
+    from ..framework.lmdeploy.patches import resolve_vendor
+
     try:
-        value = envs.VENDOR.get()
+        return resolve_vendor()
     except ValueError:
-        return None  # reported with the variables
-    if value:
-        return value
-    if importlib.util.find_spec("torch_npu") is not None:
-        return "ascend"
-    problems.append("no vendor: set DLINFER_EXT_VENDOR=cpu on a machine with no card, or install torch_npu and dlinfer")
-    return None
+        return None  # an unknown value, reported with the variables
+    except RuntimeError as error:
+        problems.append(str(error))
+        return None
 
 
 def _soc() -> str | None:
