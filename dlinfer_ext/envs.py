@@ -44,7 +44,12 @@ VENDOR: Final = EnvVar(
     ("", "ascend", "cpu"),
     "which vendor serves LMDeploy's device_type='ascend'; unset means ascend if torch_npu is installed, else an error",
 )
-ROUTE: Final = EnvVar("DLINFER_EXT_ROUTE", "auto", ("auto", "eager", "triton"), "which form of an operator runs")
+ROUTE: Final = EnvVar(
+    "DLINFER_EXT_ROUTE",
+    "auto",
+    ("auto", "eager", "triton", "fused", "native", "interpret"),
+    "which form of an operator runs; native and interpret run the Triton kernels on CPU tensors",
+)
 STRICT: Final = EnvVar("DLINFER_EXT_STRICT", "0", ("0", "1"), "1: a route that cannot serve is an error")
 CHECK: Final = EnvVar(
     "DLINFER_EXT_CHECK", "0", ("0", "1"), "1: also check slots, histories and acceptance, with host reads"
@@ -63,4 +68,12 @@ CPU_MEMORY: Final = EnvVar(
     "bytes that the CPU vendor reports to LMDeploy as device memory",
 )
 
-ALL: Final = (VENDOR, ROUTE, STRICT, CHECK, AUTOLOAD, CPU_DTYPE, CPU_MEMORY)
+TOOLCHAIN: Final = EnvVar(
+    "DLINFER_EXT_TOOLCHAIN",
+    "",
+    (),
+    "folder of the Ascend compiler wheels for `verify` and the routes native and interpret; unset means "
+    "share/dlinfer_ext/toolchain of this Python environment",
+)
+
+ALL: Final = (VENDOR, ROUTE, STRICT, CHECK, AUTOLOAD, CPU_DTYPE, CPU_MEMORY, TOOLCHAIN)

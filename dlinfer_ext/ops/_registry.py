@@ -7,9 +7,10 @@ taken, once per process; a route that cannot says why in one log line, or raises
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final
@@ -30,18 +31,24 @@ class Route:
     """One form of an operator.
 
     Attributes:
-        name: "eager" or "triton".
+        name: one of the choices of DLINFER_EXT_ROUTE.
         target: "module:function", imported when the route is chosen.
         missing: returns why the route cannot serve on this machine, or None.
+        prepare: run before the import; what it returns is passed to the function by name.
+        on_request: the route serves only if DLINFER_EXT_ROUTE names it.
     """
 
     name: str
     target: str
     missing: Callable[[], str | None] = field(default=lambda: None)
+    prepare: Callable[[], Mapping[str, Any]] = field(default=dict)
+    on_request: bool = False
 
     def load(self) -> Callable[..., Any]:
+        given = self.prepare()
         module, _, function = self.target.partition(":")
-        return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
+        form: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        return functools.partial(form, **given) if given else form
 
 
 @dataclass(frozen=True)
@@ -100,9 +107,9 @@ def choose(name: str, vendor: str) -> Choice:
         RuntimeError: no route can serve, or one was passed over under DLINFER_EXT_STRICT=1.
     """
     asked = envs.ROUTE.get()
-    bound = routes(name, vendor)
+    bound = [r for r in routes(name, vendor) if r.name == asked or not r.on_request]
     # The route asked for comes first; the others stay behind it in the vendor's order.
-    order = sorted(bound, key=lambda r: r.name != asked) if asked != "auto" else list(bound)
+    order = sorted(bound, key=lambda r: r.name != asked) if asked != "auto" else bound
     passed: list[tuple[str, str]] = []
     if asked not in ("auto", *(r.name for r in bound)):
         passed.append((asked, f"vendor {vendor} binds no {asked} form of it"))

@@ -1,0 +1,27 @@
+"""Where each operator's forms live, for every vendor: one line for an operator."""
+
+from __future__ import annotations
+
+from typing import Final
+
+FOLDERS: Final[dict[str, str]] = {
+    "causal_conv1d": "causal_conv1d",
+    "causal_conv1d_columns": "causal_conv1d",
+    "causal_conv1d_update": "causal_conv1d",
+    "gated_delta_gate": "gated_delta_rule",
+    "gated_delta_rule": "gated_delta_rule",
+    "gated_delta_rule_update": "gated_delta_rule",
+    "gated_rms_norm": "gated_rms_norm",
+    "rejection_sample": "rejection_sampling",
+    "rejection_sample_greedy": "rejection_sampling",
+}
+
+
+def eager_form(operator: str) -> str:
+    """Return "module:function" of the batched PyTorch form."""
+    return f"dlinfer_ext.kernels.{FOLDERS[operator]}.eager:{operator}"
+
+
+def kernel_form(operator: str) -> str:
+    """Return "module:function" of the launcher of the Triton kernel."""
+    return f"dlinfer_ext.kernels.{FOLDERS[operator]}.launch:{operator}"
