@@ -13,3 +13,8 @@ def missing() -> str | None:
 def activate() -> dict[str, Any]:
     """Install the interpreter in this process; return what launchers need to be told."""
     raise RuntimeError("not built yet")
+
+
+def launches() -> int:
+    """Return how many kernels this process has interpreted."""
+    return 0

@@ -18,6 +18,7 @@ from dlinfer_ext.testing import no_host_reads
 
 NAN, INF = float("nan"), float("inf")
 Verified = tuple[Tensor, Tensor, Tensor]
+EAGER_ONLY = pytest.mark.eager_only(reason="about a step inside the PyTorch form")
 
 
 def same(got: Verified, want: Verified) -> bool:
@@ -153,7 +154,7 @@ def test_matches_the_definition_on_drawn_cases(
         drawn.probs if probs else None,
         size,
     )
-    got = eager.rejection_sample(*arguments)
+    got = torch.ops.dlinfer_ext.rejection_sample(*arguments)
     assert same(got, reference.rejection_sample(*arguments))
     assert int(got[0].amax(-1).ge(size).sum()) == 0
 
@@ -246,6 +247,7 @@ def test_nothing_is_read_on_the_host() -> None:
         unusable_positions(drawn.logits)
 
 
+@pytest.mark.eager_only(reason="about the choice of a route")
 def test_asking_for_triton_without_it_still_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """R61: the PyTorch form serves and the choice says why."""
     monkeypatch.setenv("DLINFER_EXT_ROUTE", "triton")
@@ -269,12 +271,18 @@ def test_draws_depend_on_seed_and_position_alone() -> None:
     assert all(torch.equal(part, full[order]) for part, full in zip(run(order), whole, strict=True))
     for i in range(6):
         assert all(torch.equal(one, full[[i]]) for one, full in zip(run([i]), whole, strict=True))
+
+
+@EAGER_ONLY
+def test_draws_are_those_of_the_definition() -> None:
+    seeds, offsets = torch.tensor([7, 8, 7, 2**40, -1, 0]), torch.tensor([5, 5, 900, 5, 2**33, 0])
     table = eager.draws(seeds, offsets, 3)
     want = [[reference.draws(int(s), int(o) + n) for n in range(3)] for s, o in zip(seeds, offsets, strict=True)]
     assert torch.equal(table.double(), torch.tensor(want, dtype=torch.float64))
     assert len(table.flatten().unique()) == table.numel()
 
 
+@EAGER_ONLY
 @pytest.mark.parametrize(("v", "want"), [(0.4999999, 0), (0.5000001, 1)], ids=["R63-below", "R63-above"])
 def test_close_candidates_are_told_apart(v: float, want: int) -> None:
     weights = torch.zeros(1, 1024)
@@ -336,6 +344,7 @@ def test_inputs_are_unchanged_by_two_calls() -> None:
     assert all(torch.equal(getattr(drawn, name), before[name]) for name in names)
 
 
+@EAGER_ONLY
 def test_the_largest_logit_is_found_in_a_long_row() -> None:
     """B72: one known maximum in each of 1000 rows of 4096, and the first of equal ones."""
     places = torch.randint(0, 4096, (1000,), generator=torch.Generator().manual_seed(1))
@@ -455,6 +464,7 @@ def test_an_unlikely_draft_is_accepted_as_rarely_as_the_target_says() -> None:
         assert abs(float((rejected == 0).double().mean()) - 0.01) < 4 * (0.01 * 0.99 / n) ** 0.5
 
 
+@EAGER_ONLY
 def test_picks_over_several_blocks_follow_the_weights() -> None:
     """Six live ids spread over three blocks of the vocabulary, zeros everywhere else."""
     places = torch.tensor([0, 511, 512, 700, 1023, 1099])
@@ -466,6 +476,7 @@ def test_picks_over_several_blocks_follow_the_weights() -> None:
     assert chi_square(counts[places], TARGET) < CHI_SQUARE_5
 
 
+@EAGER_ONLY
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     vocab=st.integers(1, 1600),
@@ -483,6 +494,7 @@ def test_an_id_of_weight_zero_is_never_picked(vocab: int, live: int, v: float, e
     assert weights[0, token] > 0
 
 
+@EAGER_ONLY
 @pytest.mark.parametrize(
     ("threshold", "running", "want"),
     [
