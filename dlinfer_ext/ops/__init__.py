@@ -1,7 +1,12 @@
 """The operators' public interface: one signature each, checked, declared to torch.library and sent to a route."""
 
 from .causal_conv1d import causal_conv1d, causal_conv1d_columns, causal_conv1d_update
-from .gated_delta_rule import gated_delta_gate, gated_delta_rule, gated_delta_rule_update
+from .gated_delta_rule import (
+    gated_delta_gate,
+    gated_delta_rule,
+    gated_delta_rule_update,
+    sigmoid_gating_delta_rule_update,
+)
 from .gated_rms_norm import RMSNormGated, gated_rms_norm, rmsnorm_fn
 from .rejection_sampling import rejection_sample, unusable_positions, verify, verify_greedy
 
@@ -16,6 +21,7 @@ __all__ = [
     "gated_rms_norm",
     "rejection_sample",
     "rmsnorm_fn",
+    "sigmoid_gating_delta_rule_update",
     "unusable_positions",
     "verify",
     "verify_greedy",

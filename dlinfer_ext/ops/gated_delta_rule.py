@@ -25,6 +25,7 @@ from ._registry import Operator
 _RULE: Final = "gated_delta_rule"
 _UPDATE: Final = "gated_delta_rule_update"
 _GATE: Final = "gated_delta_gate"
+_GATING_UPDATE: Final = "sigmoid_gating_delta_rule_update"
 
 
 def _fake_rule(
@@ -76,6 +77,29 @@ def _fake_gate(
     return a.new_empty(a.shape, dtype=torch.float32), b.new_empty(b.shape, dtype=torch.float32)
 
 
+def _fake_gating_update(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    neg_exp_A: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    state_indices: Tensor | None,
+    history_lens: Tensor | None,
+    num_accepted_tokens: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    use_qk_l2norm: bool,
+    state_v_first: bool,
+    pad_slot_id: int,
+    softplus_beta: float,
+    softplus_threshold: float,
+) -> Tensor:
+    return v.new_empty(v.shape)
+
+
 RULE: Final = Operator.define(
     _RULE,
     "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor cu_seqlens, Tensor? state_indices,"
@@ -102,10 +126,20 @@ GATE: Final = Operator.define(
     summary="log decay and write strength of the gated delta rule",
     dtypes=FLOATS,
 )
+GATING_UPDATE: Final = Operator.define(
+    _GATING_UPDATE,
+    "(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor neg_exp_A, Tensor dt_bias, Tensor(a!) state,"
+    " Tensor? state_indices, Tensor? history_lens, Tensor? num_accepted_tokens, Tensor? cu_seqlens, float scale,"
+    " bool use_qk_l2norm, bool state_v_first, int pad_slot_id, float softplus_beta, float softplus_threshold)"
+    " -> Tensor",
+    _fake_gating_update,
+    summary="gates and gated delta rule of a decode or verify step, in one",
+    dtypes=FLOATS,
+)
 
 
-def _require_inputs(op: str, lead: list[int | str], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
-    """Check q, k, v, g and beta against each other; `lead` names the leading dimensions of q."""
+def _require_inputs(op: str, lead: list[int | str], q: Tensor, k: Tensor, v: Tensor, **gates: Tensor) -> None:
+    """Check q, k, v and the two gates against each other; `lead` names the leading dimensions of q."""
     require_shape(op, "q", q, [*lead, "H", "K"])
     require_dtype(op, "q", q, FLOATS)
     require_shape(op, "k", k, q.shape)
@@ -121,11 +155,11 @@ def _require_inputs(op: str, lead: list[int | str], q: Tensor, k: Tensor, v: Ten
         f"of shape {list(v.shape)} with q of shape {list(q.shape)}",
         "HV a positive multiple of H, and K, V >= 1",
     )
-    for name, gate in (("g", g), ("beta", beta)):
+    for name, gate in gates.items():
         require_shape(op, name, gate, [*tokens, value_heads])
         require_dtype(op, name, gate, FLOATS)
-    require_same_device(op, "q", q, k=k, v=v, g=g, beta=beta)
-    require_inference(op, q=q, k=k, v=v, g=g, beta=beta)
+    require_same_device(op, "q", q, k=k, v=v, **gates)
+    require_inference(op, q=q, k=k, v=v, **gates)
 
 
 def _require_pool(op: str, state: Tensor, q: Tensor, v: Tensor, v_first: bool, history: Tensor | None) -> bool:
@@ -228,6 +262,71 @@ def _check_values(
             )
 
 
+def _require_gating(op: str, a: Tensor, neg_exp_A: Tensor, dt_bias: Tensor, softplus_beta: float) -> None:
+    """Check what the gates take besides a and b, against a [.., HV]."""
+    for name, t in (("neg_exp_A", neg_exp_A), ("dt_bias", dt_bias)):
+        require_shape(op, name, t, [a.shape[-1]])
+        require_dtype(op, name, t, FLOATS)
+    require_same_device(op, "a", a, neg_exp_A=neg_exp_A, dt_bias=dt_bias)
+    require_inference(op, neg_exp_A=neg_exp_A, dt_bias=dt_bias)
+    require(softplus_beta != 0, op, "softplus_beta", "0", "another number")
+
+
+def _require_update(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    state_indices: Tensor | None,
+    history_lens: Tensor | None,
+    num_accepted_tokens: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool,
+    pad_slot_id: int,
+    **gates: Tensor,
+) -> None:
+    """Check the arguments of a decode or verify step; `gates` are g and beta, or a and b."""
+    packed = cu_seqlens is not None
+    _require_inputs(op, ["T"] if packed else ["N", "Q"], q, k, v, **gates)
+    ring = _require_pool(op, state, q, v, state_v_first, history_lens)
+    rows = _require_cu_seqlens(op, cu_seqlens, q) if cu_seqlens is not None else q.shape[0]
+    table = isinstance(state_indices, Tensor) and state_indices.dim() == 2
+    require(
+        num_accepted_tokens is None or table,
+        op,
+        "num_accepted_tokens",
+        "given without a table",
+        "None, or state_indices of shape [N, W]",
+    )
+    row_limit: int | None = None
+    if state_indices is not None and table:
+        require(not ring, op, "state_indices", f"of shape {list(state_indices.shape)}", "[N] for a ring pool")
+        require_shape(op, "state_indices", state_indices, [rows, "W"])
+        require_dtype(op, "state_indices", state_indices, INTS)
+        require_same_device(op, "q", q, state_indices=state_indices)
+        row_limit = state_indices.shape[1]
+        require(row_limit >= 1, op, "state_indices", f"of shape {list(state_indices.shape)}", "W >= 1")
+        _require_rows(op, rows, q, history_lens=history_lens, num_accepted_tokens=num_accepted_tokens)
+    else:
+        row_limit = state.shape[1] if ring else None
+        _require_rows(op, rows, q, state_indices=state_indices, history_lens=history_lens)
+        _require_default_slots(op, rows, state, state_indices)
+    if row_limit is not None and not packed:
+        require(
+            q.shape[1] <= row_limit,
+            op,
+            "q",
+            f"of {q.shape[1]} tokens per row",
+            f"at most {row_limit}, the {'entries of the ring' if ring else 'columns of state_indices'}",
+        )
+    if envs.CHECK.flag():
+        _check_values(
+            op, state, rows, pad_slot_id, state_indices, history_lens, cu_seqlens, num_accepted_tokens,
+            row_limit=row_limit,
+        )  # fmt: skip
+
+
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -283,7 +382,7 @@ def gated_delta_rule(
         TypeError: not a tensor, or an unsupported dtype.
         ValueError: shapes, devices or lengths that do not fit, or an input that requires a gradient.
     """
-    _require_inputs(_RULE, ["T"], q, k, v, g, beta)
+    _require_inputs(_RULE, ["T"], q, k, v, g=g, beta=beta)
     _require_pool(_RULE, state, q, v, state_v_first, history_lens)
     rows = _require_cu_seqlens(_RULE, cu_seqlens, q)
     _require_rows(_RULE, rows, q, state_indices=state_indices, history_lens=history_lens)
@@ -360,44 +459,10 @@ def gated_delta_rule_update(
         ValueError: shapes or devices that do not fit, more tokens per row than a ring or table can hold, or an input
             that requires a gradient.
     """
-    packed = cu_seqlens is not None
-    _require_inputs(_UPDATE, ["T"] if packed else ["N", "Q"], q, k, v, g, beta)
-    ring = _require_pool(_UPDATE, state, q, v, state_v_first, history_lens)
-    rows = _require_cu_seqlens(_UPDATE, cu_seqlens, q) if cu_seqlens is not None else q.shape[0]
-    table = isinstance(state_indices, Tensor) and state_indices.dim() == 2
-    require(
-        num_accepted_tokens is None or table,
-        _UPDATE,
-        "num_accepted_tokens",
-        "given without a table",
-        "None, or state_indices of shape [N, W]",
-    )
-    row_limit: int | None = None
-    if state_indices is not None and table:
-        require(not ring, _UPDATE, "state_indices", f"of shape {list(state_indices.shape)}", "[N] for a ring pool")
-        require_shape(_UPDATE, "state_indices", state_indices, [rows, "W"])
-        require_dtype(_UPDATE, "state_indices", state_indices, INTS)
-        require_same_device(_UPDATE, "q", q, state_indices=state_indices)
-        row_limit = state_indices.shape[1]
-        require(row_limit >= 1, _UPDATE, "state_indices", f"of shape {list(state_indices.shape)}", "W >= 1")
-        _require_rows(_UPDATE, rows, q, history_lens=history_lens, num_accepted_tokens=num_accepted_tokens)
-    else:
-        row_limit = state.shape[1] if ring else None
-        _require_rows(_UPDATE, rows, q, state_indices=state_indices, history_lens=history_lens)
-        _require_default_slots(_UPDATE, rows, state, state_indices)
-    if row_limit is not None and not packed:
-        require(
-            q.shape[1] <= row_limit,
-            _UPDATE,
-            "q",
-            f"of {q.shape[1]} tokens per row",
-            f"at most {row_limit}, the {'entries of the ring' if ring else 'columns of state_indices'}",
-        )
-    if envs.CHECK.flag():
-        _check_values(
-            _UPDATE, state, rows, pad_slot_id, state_indices, history_lens, cu_seqlens, num_accepted_tokens,
-            row_limit=row_limit,
-        )  # fmt: skip
+    _require_update(
+        _UPDATE, q, k, v, state, state_indices, history_lens, num_accepted_tokens, cu_seqlens, state_v_first,
+        pad_slot_id, g=g, beta=beta,
+    )  # fmt: skip
     return torch.ops.dlinfer_ext.gated_delta_rule_update(  # type: ignore[no-any-return]
         q, k, v, g, beta, state, state_indices, history_lens, num_accepted_tokens, cu_seqlens,
         q.shape[-1] ** -0.5 if scale is None else scale, use_qk_l2norm, state_v_first, pad_slot_id,
@@ -438,12 +503,78 @@ def gated_delta_gate(
     require(a.dim() >= 1, _GATE, "a", f"of shape {list(a.shape)}", "[.., HV]")
     require_shape(_GATE, "b", b, a.shape)
     require_dtype(_GATE, "b", b, FLOATS)
-    for name, t in (("neg_exp_A", neg_exp_A), ("dt_bias", dt_bias)):
-        require_shape(_GATE, name, t, [a.shape[-1]])
-        require_dtype(_GATE, name, t, FLOATS)
-    require_same_device(_GATE, "a", a, b=b, neg_exp_A=neg_exp_A, dt_bias=dt_bias)
-    require_inference(_GATE, a=a, b=b, neg_exp_A=neg_exp_A, dt_bias=dt_bias)
-    require(softplus_beta != 0, _GATE, "softplus_beta", "0", "another number")
+    require_same_device(_GATE, "a", a, b=b)
+    require_inference(_GATE, a=a, b=b)
+    _require_gating(_GATE, a, neg_exp_A, dt_bias, softplus_beta)
     return torch.ops.dlinfer_ext.gated_delta_gate(  # type: ignore[no-any-return]
         a, b, neg_exp_A, dt_bias, softplus_beta, softplus_threshold
     )
+
+
+def sigmoid_gating_delta_rule_update(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    neg_exp_A: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    *,
+    state_indices: Tensor | None = None,
+    history_lens: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    use_qk_l2norm: bool = False,
+    state_v_first: bool = True,
+    pad_slot_id: int = -1,
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
+) -> Tensor:
+    """Compute the gates and apply the gated delta rule to a decode or verify step, in one launch where a kernel serves.
+
+    It is `gated_delta_gate` followed by `gated_delta_rule_update`, and the states, the forms of a step, PAD rows and
+    the caller's duties are those of the latter. Nothing is read from the device.
+
+    Maths: https://arxiv.org/abs/2412.06464.
+
+    Args:
+        q: [N, Q, H, K], or packed [T, H, K] with `cu_seqlens`; fp32, bf16 or fp16, any strides.
+        k: as q.
+        v: [N, Q, HV, V] or [T, HV, V], q's dtype.
+        a: [N, Q, HV] or [T, HV], any float dtype, any strides.
+        b: as a.
+        neg_exp_A: [HV], -exp(A_log), any float dtype.
+        dt_bias: [HV], any float dtype.
+        state: as in `gated_delta_rule`. Mutated.
+        state_indices: int [N] or [N, W]; None means row i uses slot i.
+        history_lens: int [N], tokens before this step; at 0 the row starts from a zero state. Needed for a ring; None
+            means that every row goes on from the state stored.
+        num_accepted_tokens: int [N], tokens of the previous step that were accepted; only with a table. None means 1.
+        cu_seqlens: int [N + 1], for rows of different lengths; a row may hold at most R (ring) or W (table) tokens.
+        scale: of the output; None means K^-0.5.
+        use_qk_l2norm: divide q and k by sqrt(sum of squares + 1e-6) first.
+        state_v_first: the orientation of the pool.
+        pad_slot_id: a slot number that also marks a PAD row.
+        softplus_beta: not 0.
+        softplus_threshold: of softplus_beta · x.
+
+    Returns:
+        o of v's shape, a fresh tensor of v's dtype.
+
+    Raises:
+        TypeError: not a tensor, or an unsupported dtype.
+        ValueError: shapes or devices that do not fit, more tokens per row than a ring or table can hold,
+            softplus_beta = 0, or an input that requires a gradient.
+    """
+    _require_update(
+        _GATING_UPDATE, q, k, v, state, state_indices, history_lens, num_accepted_tokens, cu_seqlens, state_v_first,
+        pad_slot_id, a=a, b=b,
+    )  # fmt: skip
+    _require_gating(_GATING_UPDATE, a, neg_exp_A, dt_bias, softplus_beta)
+    return torch.ops.dlinfer_ext.sigmoid_gating_delta_rule_update(  # type: ignore[no-any-return]
+        q, k, v, a, b, neg_exp_A, dt_bias, state, state_indices, history_lens, num_accepted_tokens, cu_seqlens,
+        q.shape[-1] ** -0.5 if scale is None else scale, use_qk_l2norm, state_v_first, pad_slot_id, softplus_beta,
+        softplus_threshold,
+    )  # fmt: skip

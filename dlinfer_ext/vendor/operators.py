@@ -14,6 +14,7 @@ FOLDERS: Final[dict[str, str]] = {
     "gated_rms_norm": "gated_rms_norm",
     "rejection_sample": "rejection_sampling",
     "rejection_sample_greedy": "rejection_sampling",
+    "sigmoid_gating_delta_rule_update": "gated_delta_rule",
 }
 
 

@@ -33,6 +33,7 @@ from ..common.state_pool import (
     write_state,
 )
 from .chunk_eager import scan_chunks
+from .gate_eager import gated_delta_gate
 from .inputs import Options, Tokens
 
 # Small enough to stay in a last-level cache, large enough that the calls cost little against the work.
@@ -346,3 +347,31 @@ def gated_delta_rule_update(
         chunk = min(32, max(4, 2 * (q.shape[0] // rows)))
         return scan_chunks(x, pool, cu_seqlens, state_indices, history_lens, None, chunk, options)
     return run_packed_steps(x, pool, cu_seqlens, state_indices, history_lens, num_accepted_tokens, capacity, options)
+
+
+def sigmoid_gating_delta_rule_update(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    neg_exp_A: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    state_indices: Tensor | None,
+    history_lens: Tensor | None,
+    num_accepted_tokens: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    use_qk_l2norm: bool,
+    state_v_first: bool,
+    pad_slot_id: int,
+    softplus_beta: float,
+    softplus_threshold: float,
+) -> Tensor:
+    """Batched form of `dlinfer_ext.ops.gated_delta_rule.sigmoid_gating_delta_rule_update`: the gates, then the step."""
+    g, beta = gated_delta_gate(a, b, neg_exp_A, dt_bias, softplus_beta, softplus_threshold)
+    return gated_delta_rule_update(
+        q, k, v, g, beta, state, state_indices, history_lens, num_accepted_tokens, cu_seqlens, scale, use_qk_l2norm,
+        state_v_first, pad_slot_id,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Launchers of the recurrent kernels: decode, verify, and the gates. Host side only; nothing is read from the device."""
+"""Launchers of the recurrent kernels: decode, verify, and the gates. Nothing is read from the device."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ _UPDATE = "gated_delta_rule_update"
 _GATE = "gated_delta_gate"
 # Of one element of the state: the tile, what is loaded ahead of it, what is still being stored, and a product with it.
 _TILE_COPIES = 4
+# Of one element of a gate: a, b, their masks and fp32 forms, the results and the terms of the logarithm.
+_GATE_COPIES = 24
 # A block of fewer channels reads q and k too often.
 _LEAST_CHANNELS = 16
 _MOST_TOKENS = 2**31 - 1
@@ -50,7 +52,7 @@ def _update(
     gates: tuple[Tensor, Tensor, float, float] | None,
     soc: SoC,
 ) -> Tensor:
-    """Launch the update; with `gates` (neg_exp_A, dt_bias, softplus_beta, softplus_threshold) g and beta are a and b."""
+    """Launch the update; with gates = (neg_exp_A, dt_bias, softplus_beta, softplus_threshold), g is a and beta is b."""
     packed = cu_seqlens is not None
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if v.numel() == 0 or state.shape[0] == 0 or rows == 0:
@@ -158,8 +160,7 @@ def gated_delta_gate(
     # A view wherever the leading dimensions have one step between tokens, as in a slice of a projection.
     a2, b2 = a.reshape(-1, heads), b.reshape(-1, heads)
     block_h = next_power_of_2(heads)
-    # a, b, their fp32 forms, the results and the terms of the logarithm.
-    block_t = fit_block(64, block_h * 4 * 12, soc.ub_bytes, least=8)
+    block_t = fit_block(64, block_h * 4 * _GATE_COPIES, soc.ub_bytes, least=8)
     tokens = a2.shape[0]
     gate_kernel[(core_grid(cdiv(tokens, block_t), soc.vector_cores),)](
         a2, b2, neg_exp_A, dt_bias, g, beta, tokens, a2.stride(0), b2.stride(0), softplus_beta, softplus_threshold,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -183,3 +184,22 @@ def gated_delta_gate(
         x * softplus_beta > softplus_threshold, x, torch.log1p(torch.exp(x * softplus_beta)) / softplus_beta
     )
     return neg_exp_A.double() * soft, 1 / (1 + torch.exp(-b.double()))
+
+
+def sigmoid_gating_delta_rule_update(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    neg_exp_A: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    *,
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
+    **options: Any,
+) -> Tensor:
+    """Definition of `dlinfer_ext.ops.gated_delta_rule.sigmoid_gating_delta_rule_update`; as the update's."""
+    g, beta = gated_delta_gate(a, b, neg_exp_A, dt_bias, softplus_beta, softplus_threshold)
+    return gated_delta_rule_update(q, k, v, g, beta, state, **options)

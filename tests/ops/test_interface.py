@@ -80,6 +80,18 @@ def delta(*lead: int) -> dict[str, Any]:
     }
 
 
+def gating(*lead: int) -> dict[str, Any]:
+    arguments = {
+        **delta(*lead),
+        "a": torch.randn(*lead, 4),
+        "b": torch.randn(*lead, 4),
+        "neg_exp_A": -torch.rand(4),
+        "dt_bias": torch.randn(4),
+    }
+    del arguments["g"], arguments["beta"]
+    return arguments
+
+
 def norm() -> dict[str, Any]:
     return {"x": torch.randn(2, 8), "gate": torch.randn(2, 8), "weight": torch.randn(8), "bias": torch.randn(8)}
 
@@ -95,6 +107,7 @@ def drafts() -> dict[str, Any]:
 
 SAMPLING = SimpleNamespace(max_top_k=50, top_k=ints(1, 50), random_seeds=ints(1, 2), random_offsets=ints(5, 6))
 DELTA_INPUTS = ("q", "k", "v", "g", "beta", "state")
+GATING_INPUTS = ("q", "k", "v", "a", "b", "neg_exp_A", "dt_bias", "state")
 CALLS: Mapping[str, Call] = {
     "causal_conv1d": Call(
         ops.causal_conv1d,
@@ -165,6 +178,24 @@ CALLS: Mapping[str, Call] = {
             "num_accepted_tokens": ints(1, 2),
         },
         DELTA_INPUTS,
+        unchecked=("state_indices",),
+    ),
+    "sigmoid_gating_delta_rule_update": Call(
+        ops.sigmoid_gating_delta_rule_update,
+        "sigmoid_gating_delta_rule_update",
+        lambda: {**gating(2, 2), "state_indices": ints(3, 1), "history_lens": ints(0, 9)},
+        GATING_INPUTS,
+    ),
+    "sigmoid_gating_delta_rule_update-table": Call(
+        ops.sigmoid_gating_delta_rule_update,
+        "sigmoid_gating_delta_rule_update",
+        lambda: {
+            **gating(4),
+            "cu_seqlens": ints(0, 2, 4),
+            "state_indices": ints([0, 1], [2, 3]),
+            "num_accepted_tokens": ints(1, 2),
+        },
+        GATING_INPUTS,
         unchecked=("state_indices",),
     ),
     "gated_delta_gate": Call(
@@ -353,6 +384,9 @@ WRONG_VALUES = [
     ("gated_delta_rule_update", {"num_accepted_tokens": ints(1, 1)}, "num_accepted_tokens"),
     ("gated_delta_gate", {"dt_bias": torch.zeros(3)}, "dt_bias"),
     ("gated_delta_gate", {"softplus_beta": 0.0}, "softplus_beta"),
+    ("sigmoid_gating_delta_rule_update", {"a": torch.zeros(2, 2, 3)}, "a"),
+    ("sigmoid_gating_delta_rule_update", {"neg_exp_A": torch.zeros(3)}, "neg_exp_A"),
+    ("sigmoid_gating_delta_rule_update", {"softplus_beta": 0.0}, "softplus_beta"),
     ("gated_rms_norm", {"activation": "gelu"}, "activation"),
     ("gated_rms_norm", {"group_size": 3}, "group_size"),
     ("gated_rms_norm", {"group_size": 0}, "group_size"),

@@ -111,10 +111,11 @@ class GatedDeltaRule:
         meta = gated_delta_meta
         # Qwen3-Next hands over [1, T, H, HV / H], Qwen3.5 [1, T, HV]; `a_log_exp` is -exp(A_log).
         heads = value.size(-2)
-        g, beta = ops.gated_delta_gate(a[0].reshape(-1, heads), b[0].reshape(-1, heads), a_log_exp, dt_bias)
+        a, b = a[0].reshape(-1, heads), b[0].reshape(-1, heads)
         q, k, v = query[0], key[0], value[0]
         if not meta.is_decoding:
             counters.add("gated_delta_rule")
+            g, beta = ops.gated_delta_gate(a, b, a_log_exp, dt_bias)
             out = ops.gated_delta_rule(
                 q,
                 k,
@@ -131,13 +132,15 @@ class GatedDeltaRule:
             return out[None]
         counters.add("gated_delta_rule_update")
         rows = meta.state_indices.size(0)
-        q, k, v, g, beta = (t.unflatten(0, (rows, -1)) for t in (q, k, v, g, beta))
-        out = ops.gated_delta_rule_update(
+        q, k, v, a, b = (t.unflatten(0, (rows, -1)) for t in (q, k, v, a, b))
+        out = ops.sigmoid_gating_delta_rule_update(
             q,
             k,
             v,
-            g,
-            beta,
+            a,
+            b,
+            a_log_exp,
+            dt_bias,
             recurrent_state,
             state_indices=meta.state_indices,
             history_lens=meta.history_lens,

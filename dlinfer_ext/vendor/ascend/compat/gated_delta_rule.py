@@ -6,7 +6,11 @@ import torch
 from torch import Tensor
 
 from dlinfer_ext.ops._checks import require, require_shape, require_tensor
-from dlinfer_ext.ops.gated_delta_rule import gated_delta_gate, gated_delta_rule, gated_delta_rule_update
+from dlinfer_ext.ops.gated_delta_rule import (
+    gated_delta_rule,
+    gated_delta_rule_update,
+    sigmoid_gating_delta_rule_update,
+)
 
 
 def _require_lead(op: str, q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
@@ -270,27 +274,25 @@ def fused_sigmoid_gating_delta_rule_update(
         initial_state_source = torch.zeros(rows, heads, keys, values, dtype=torch.float32, device=q.device)
     require_shape(op, "initial_state_source", initial_state_source, ["S", heads, keys, values])
     require_tensor(op, "A_log", A_log)
-    g, beta = gated_delta_gate(
-        a.reshape(v.shape[:3]),
-        b.reshape(v.shape[:3]),
-        -torch.exp(A_log.float()),
-        dt_bias,
-        softplus_beta=softplus_beta,
-        softplus_threshold=softplus_threshold,
-    )
+    # Views: a and b may be slices of one projection.
+    a, b = a.reshape(v.shape[:3]), b.reshape(v.shape[:3])
     if cu_seqlens is not None:
-        q, k, v, g, beta = q[0], k[0], v[0], g[0], beta[0]
-    o = gated_delta_rule_update(
+        q, k, v, a, b = q[0], k[0], v[0], a[0], b[0]
+    o = sigmoid_gating_delta_rule_update(
         q,
         k,
         v,
-        g,
-        beta,
+        a,
+        b,
+        -torch.exp(A_log.float()),
+        dt_bias,
         initial_state_source,
         state_indices=initial_state_indices,
         cu_seqlens=cu_seqlens,
         scale=scale,
         use_qk_l2norm=use_qk_l2norm_in_kernel,
         state_v_first=False,
+        softplus_beta=softplus_beta,
+        softplus_threshold=softplus_threshold,
     )
     return o if cu_seqlens is None else o[None]
