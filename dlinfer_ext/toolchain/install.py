@@ -72,16 +72,9 @@ def install() -> Path:
     with tempfile.TemporaryDirectory(prefix=".toolchain-", dir=where.parent) as scratch:
         fresh, old = Path(scratch) / "fresh", Path(scratch) / "old"
         wanted = [f"{name}=={version}" for name, version in pins().items()]
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "--disable-pip-version-check",
-            "install",
-            "--no-deps",
-            "--only-binary=:all:",
-        ]
-        done = subprocess.run([*pip, "--target", str(fresh), *wanted], capture_output=True, text=True)
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
+        options = ["--no-deps", "--only-binary=:all:", "--target", str(fresh)]
+        done = subprocess.run([*pip, *options, *wanted], capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"pip could not install {', '.join(wanted)}: {done.stderr.strip()[-2000:]}")
         if where.exists():
@@ -110,8 +103,8 @@ def enter() -> Path:
         origin = Path(getattr(loaded, "__file__", None) or "unknown")
         if not origin.is_relative_to(where) and not origin.resolve().is_relative_to(where.resolve()):
             raise RuntimeError(
-                f"this process has already imported another Triton, from {origin}: the toolchain in {where} has to come "
-                f"first; run the check in a process of its own, or put {where} on PYTHONPATH"
+                f"this process has already imported another Triton, from {origin}; the toolchain in {where} has to "
+                f"come first: run the check in a process of its own, or put {where} on PYTHONPATH"
             )
     if sys.path[:1] != [str(where)]:
         sys.path.insert(0, str(where))

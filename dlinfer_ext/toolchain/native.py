@@ -13,7 +13,8 @@ import platform
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -110,7 +111,7 @@ def activate(soc: str = "a2") -> dict[str, Any]:
             raise RuntimeError(why)
         if os.environ.get("TRITON_INTERPRET", "0") == "1":
             raise RuntimeError(
-                "this process interprets kernels (TRITON_INTERPRET=1): run native kernels in another one"
+                "TRITON_INTERPRET=1 is set, so this process interprets kernels: run native ones in another"
             )
         install.enter()
         chosen = load_soc(soc)
@@ -129,22 +130,17 @@ def builds() -> tuple[str, ...]:
     return tuple(name for name, _ in _builds)
 
 
-class recording:  # noqa: N801  # a context manager, named like one
+@contextmanager
+def recording(recorder: Callable[[Call], None]) -> Iterator[None]:
     """Build kernels for counting and hand each launch to `recorder`, which has to run it."""
-
-    def __init__(self, recorder: Callable[[Call], None]) -> None:
-        self.recorder = recorder
-
-    def __enter__(self) -> None:
-        _lock.acquire()
+    with _lock:
         if _state.recorder is not None:
-            _lock.release()
             raise RuntimeError("launches are already being counted in this process")
-        _state.recorder = self.recorder
-
-    def __exit__(self, *_: object) -> None:
-        _state.recorder = None
-        _lock.release()
+        _state.recorder = recorder
+        try:
+            yield
+        finally:
+            _state.recorder = None
 
 
 @cache

@@ -57,8 +57,8 @@ _C_TYPE: Final = {
     "f32": "float",
     "f64": "double",
 }
-# triton-ascend passes a lock and a workspace before the kernel's own arguments, and six i32 after them: the grid and the
-# number of the program in it.
+# triton-ascend passes a lock and a workspace before the kernel's own arguments, and six i32 after them: the grid and
+# the place of the program in it.
 _HIDDEN_BEFORE: Final = 2
 _HIDDEN_AFTER: Final = 6
 
@@ -218,7 +218,8 @@ def _host_source(linalg: str, counting: bool) -> str:
         else:
             raise LowerError(f"{name}: an argument of type {kind} has no native form")
     after = ", ".join(["int32_t"] * _HIDDEN_AFTER)
-    return f"""#include <stdint.h>
+    return f"""#define _GNU_SOURCE
+#include <stdint.h>
 union argument {{ void *p; int64_t i; double f; }};
 extern void kernel({", ".join([*declared, after])}) __asm__("{name}");
 {_text("native_runtime.c")}

@@ -2,7 +2,6 @@
    kernel may touch is its own: its stack, its temporaries, its constants. The rest is stray: it is counted, a read of it
    gives poison, and a write to it goes nowhere.
 */
-#define _GNU_SOURCE
 #include <dlfcn.h>
 
 enum { BLOCK = 32 };
