@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from . import install
@@ -120,9 +119,14 @@ def activate(soc: str = "a2") -> dict[str, Any]:
         return {"soc": chosen}
 
 
-def launches() -> Mapping[str, int]:
-    """Return how often each kernel was launched in this process."""
-    return MappingProxyType(_launches)
+def launches() -> int:
+    """Return how many kernels this process has launched natively."""
+    return sum(_launches.values())
+
+
+def kernels() -> dict[str, int]:
+    """Return how often this process has launched each kernel natively, by its name."""
+    return dict(_launches)
 
 
 def builds() -> tuple[str, ...]:

@@ -9,6 +9,8 @@ import os
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
+from ...toolchain import native
+
 if TYPE_CHECKING:
     from .gated_delta import GatedDeltaMetadata
 
@@ -34,8 +36,9 @@ def count_step(meta: GatedDeltaMetadata, attn_metadata: Any) -> None:
 
 
 def snapshot() -> dict[str, int]:
-    """Return the counts of this process, and its pid under "pid"."""
-    return {**_counts, "pid": os.getpid()}
+    """Return the counts of this process, the launches of each native kernel as "native.NAME", and its pid as "pid"."""
+    launched = {f"native.{name}": times for name, times in native.kernels().items()}
+    return {**_counts, **launched, "pid": os.getpid()}
 
 
 def reset() -> None:
