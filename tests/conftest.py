@@ -70,10 +70,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
-def launches(route: str) -> int:
-    """Return how many kernels this process launched on a route."""
-    count: int = importlib.import_module(KERNEL_ROUTES[route]).launches()
-    return count
+def launches(route: str) -> dict[str, int]:
+    """Return how often this process launched each kernel on a route."""
+    return dict(importlib.import_module(KERNEL_ROUTES[route]).kernels())
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -90,13 +89,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if asked not in KERNEL_ROUTES or config.option.collectonly:
         return
     if hasattr(config, "workeroutput"):
-        config.workeroutput["launched"] = {asked: launches(asked)}
+        config.workeroutput["launched"] = launches(asked)
         # Every worker collects all tests, so one of them tells.
         config.workeroutput["left_out"] = dict(LEFT_OUT) if os.environ.get("PYTEST_XDIST_WORKER") == "gw0" else {}
         return
     if not config.getoption("numprocesses", None):
-        LAUNCHED[asked] = launches(asked)
-    if LAUNCHED[asked] == 0 and exitstatus == pytest.ExitCode.OK:
+        LAUNCHED.update(launches(asked))
+    if LAUNCHED.total() == 0 and exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -106,7 +105,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         return
     for reason, count in sorted(LEFT_OUT.items()):
         terminalreporter.write_line(f"route {asked}: {count} tests left out: {reason}")
-    color = {"green" if LAUNCHED[asked] else "red": True}
-    terminalreporter.write_line(f"route {asked}: {LAUNCHED[asked]} kernels launched in the test processes", **color)
-    if not LAUNCHED[asked]:
-        terminalreporter.write_line(f"route {asked}: nothing was tested on it: this run fails", red=True)
+    if LAUNCHED:
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(LAUNCHED.items()))
+        terminalreporter.write_line(f"route {asked}: kernels launched in the test processes: {counts}")
+    else:
+        terminalreporter.write_line(f"route {asked}: no kernel was launched, nothing was tested: it fails", red=True)
