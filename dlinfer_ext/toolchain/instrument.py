@@ -48,8 +48,8 @@ def _line(number: int, line: str) -> str:
     access = _LOAD.match(line) or _STORE.match(line)
     if access is None:
         raise UncountableError(f"llvm.{memory.group(1)} cannot be counted: {line.strip()}")
-    if access["type"].startswith("!llvm.struct"):
-        return line  # a memref descriptor on the stack, on its way to memrefCopy
+    if access["type"].startswith(("!llvm.struct", "!llvm.array")):
+        return line  # a memref descriptor on the stack, on its way to memrefCopy, or the sizes of one
     if access["type"] not in _BYTES:
         raise UncountableError(f"an access of type {access['type']} cannot be counted: {line.strip()}")
     indent, kind = access["indent"], memory.group(1)
