@@ -136,7 +136,8 @@ class Captured:
         lower_bound: as in the Case.
         bytes_limit: as in the Case.
         blocks_limit: as in the Case.
-        launches: on all chips asked for.
+        chips: that it was asked for.
+        launches: on all of them.
         errors: chip -> what the launcher raised.
     """
 
@@ -146,6 +147,7 @@ class Captured:
     lower_bound: int
     bytes_limit: float | None
     blocks_limit: float | None
+    chips: tuple[str, ...]
     launches: tuple[Launch, ...] = ()
     errors: Mapping[str, str] | None = None
 
@@ -154,12 +156,14 @@ class Captured:
         """Return the capture that `dataclasses.asdict` and JSON made a record of."""
         values = {f.name: record[f.name] for f in fields(cls)}
         launches = (Launch(**{**x, "grid": tuple(x["grid"])}) for x in values["launches"])
-        return cls(**{**values, "launches": tuple(launches)})
+        return cls(**{**values, "launches": tuple(launches), "chips": tuple(values["chips"])})
 
     def on(self, soc: str) -> Captured:
         """Return the part that belongs to one chip."""
         launches = tuple(x for x in self.launches if x.soc == soc)
-        return replace(self, launches=launches, errors={k: v for k, v in (self.errors or {}).items() if k == soc})
+        return replace(
+            self, chips=(soc,), launches=launches, errors={k: v for k, v in (self.errors or {}).items() if k == soc}
+        )
 
 
 @dataclass(frozen=True)

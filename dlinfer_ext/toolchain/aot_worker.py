@@ -211,7 +211,10 @@ def _frontend_failure(error: Exception) -> tuple[str, str]:
         log = (error.stderr or b"").decode(errors="replace")
         cause = hivm.failure(log, error.returncode)
         return cause.kind if cause.kind in ("crash", "type") else "frontend", cause.message
-    text = str(error) if isinstance(error, CompilationError) else f"{type(error).__name__}: {error}"
+    # A CompilationError quotes the source first, up to a line that points at the place.
+    text = (
+        str(error).rpartition("^\n")[2] if isinstance(error, CompilationError) else f"{type(error).__name__}: {error}"
+    )
     return "type" if "unexpected type" in text or "nsupported type" in text else "frontend", text
 
 
@@ -307,6 +310,7 @@ def _serve_case(
         case.lower_bound,
         case.bytes_limit,
         case.blocks_limit,
+        tuple(request["socs"]),
         tuple(launches),
         errors,
     )

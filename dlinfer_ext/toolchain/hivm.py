@@ -41,7 +41,8 @@ class Buffer:
 class Facts:
     """What the HIVM text of one kernel says. Tuples by loop depth: entry d is for one run of the code inside d loops.
 
-    A matrix kernel of A2 and A3 runs its vector part on two vector cores; accesses that both perform count twice.
+    Loops whose trips the text tells are unrolled in the sums and do not count as a depth. The vector part of a matrix
+    kernel runs on two vector cores; accesses that both perform count twice.
 
     Attributes:
         core: "AIV" (vector), "AIC" (cube) or "MIX" (both).
@@ -83,18 +84,19 @@ class Facts:
         """Return the buffer called `name`, such as "UB", or None if the kernel does not use it."""
         return next((b for b in self.buffers if b.name == name), None)
 
-    def exchange_bytes(self, dots: int) -> int:
-        """Return the bytes moved through the workspace by a launch that performs `dots` matrix products in all.
+    def exchange_bytes(self, trips: int) -> int:
+        """Return the bytes that a launch moves through the workspace.
+
+        Args:
+            trips: runs of the loop that holds the matrix products, over all programs of the launch.
 
         Raises:
-            ValueError: products are spread over several loop depths, so that their number does not give the trips.
+            ValueError: the exchange is spread over several loop depths, so that one number of trips does not do.
         """
-        if not any(self.exchange):
-            return 0
-        depths = [d for d, n in enumerate(self.dots) if n]
-        if len(depths) != 1 or any(n for d, n in enumerate(self.exchange) if d != depths[0]):
-            raise ValueError(f"trips cannot be told: products by loop depth {self.dots}, exchange {self.exchange}")
-        return self.exchange[depths[0]] * dots // self.dots[depths[0]]
+        moved = [n for n in self.exchange if n]
+        if len(moved) > 1:
+            raise ValueError(f"exchange at several loop depths: {self.exchange}")
+        return sum(moved) * trips
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Facts:
@@ -135,14 +137,17 @@ def failure(log: str, returncode: int) -> Failure:
     """Return what a compiler's log names as the cause of a failure."""
     if m := re.search(r"(\w+) overflow, requires (\d+) bits while (\d+) bits available", log):
         name, needed, available = MEMORIES.get(m[1].lower(), m[1]), int(m[2]) // 8, int(m[3]) // 8
-        text = f"{name} overflow: {needed} bytes needed, {available} available"
+        text = f"{name} would need {needed} bytes and has {available}"
         return Failure("overflow", text, name, needed, available)
     if returncode < 0 or re.search(r"Stack dump|PLEASE submit|Assertion .* failed|Segmentation fault", log):
         word = re.search(r"Assertion [^\n]*|LLVM ERROR[^\n]*|UNREACHABLE[^\n]*|Segmentation fault", log)
         return Failure("crash", word[0][:400] if word else f"the compiler died with exit status {returncode}")
     errors = [e.strip() for e in re.findall(r"error: ([^\n]*)", log)]
     errors = [e for e in errors if "Failed to run" not in e and "External hivmc" not in e]
-    text = " | ".join(dict.fromkeys(e[:300] for e in errors)) or f"exit status {returncode}: {log.strip()[-300:]}"
+    text = " | ".join(dict.fromkeys(e[:300] for e in errors))
+    if not text and "Failed to run BiShengHIR pipeline" in log:
+        text = "the compiler gives no cause beyond 'Failed to run BiShengHIR pipeline'"
+    text = text or f"exit status {returncode}: {log.strip()[-300:]}"
     return Failure("type" if _TYPE_WORDS.search(text) else "refused", text)
 
 
@@ -201,7 +206,7 @@ _CHAIN: Final = re.compile(
 )
 _CALL: Final = re.compile(r"call @(\w+)\(([^)]*)\) (?:\{[^}]*\} )?: \((.*)\) -> ")
 _SCALAR: Final = re.compile(r"memref\.(load|store) .* : (memref<.*#hivm\.address_space<gm>>)")
-_CONSTANT: Final = re.compile(r"\s*(%\w+) = (?:arith|llvm\.mlir)\.constant\(?\s*(-?\d+) : (?:i64|index)")
+_CONSTANT: Final = re.compile(r"\s*(%[\w-]+) = (?:arith|llvm\.mlir)\.constant\(?\s*(-?\d+) : (?:i32|i64|index)")
 _POINTER: Final = re.compile(r"hivm\.hir\.pointer_cast\(([^)]*)\)[^:\n]*: (memref<.*#hivm\.address_space<(\w+)>>)")
 _SHAPE: Final = re.compile(r"memref<((?:[\d?]+x)*)([A-Za-z]\w*)")
 
@@ -258,12 +263,11 @@ class _Tally:
     def add(self, header: str, lines: list[str]) -> None:
         workspace = re.search(r"(%\w+): memref<[^%]*#hacc\.arg_type<workspace>", header)
         chain: dict[str, tuple[str, str, str]] = {}
-        constants: dict[str, int] = {}
+        constants = _constants(lines)
         twice = 2 if any("hivm.hir.get_sub_block_idx" in line for line in lines) else 1
-        for line, depth, single in _walk(lines):
-            if m := _CONSTANT.match(line):
-                constants[m[1]] = int(m[2])
-            elif m := _CHAIN.match(line):
+        for line, depth, trips, single in _walk(lines, constants):
+            times = trips if single else trips * twice
+            if m := _CHAIN.match(line):
                 chain[m[1]] = (m[2], m[3], m[4])
             elif m := _POINTER.search(line):
                 size = _bytes(m[2]) or 0
@@ -272,11 +276,12 @@ class _Tally:
                         self.high[m[3]] = max(self.high.get(m[3], 0), address + size)
             elif m := _CALL.search(line):
                 operands = list(zip(m[2].split(", "), _split(m[3]), strict=True))
-                self._call(m[1], operands, depth, 1 if single else twice, chain, workspace[1] if workspace else "")
+                self._call(m[1], operands, depth, trips, times, chain, workspace[1] if workspace else "")
             elif m := _SCALAR.search(line):
                 self.count["scalars"] += 1
                 name = "loaded" if m[1] == "load" else "stored"
-                self.depths[name][depth] += (_BYTES.get(_SHAPE.match(m[2])[2], 0)) * (1 if single else twice)  # type: ignore[index]
+                shape = _SHAPE.match(m[2])
+                self.depths[name][depth] += _BYTES.get(shape[2] if shape else "", 0) * times
             for word, name in _OPERATIONS.items():
                 self.count[name] += word in line
 
@@ -285,6 +290,7 @@ class _Tally:
         name: str,
         operands: list[tuple[str, str]],
         depth: int,
+        trips: int,
         times: int,
         chain: Mapping[str, tuple[str, str, str]],
         workspace: str,
@@ -292,7 +298,7 @@ class _Tally:
         memrefs = [(o, t, s) for o, t in operands if (s := _space(t)) is not None]
         spaces = [s for _, _, s in memrefs]
         if name.startswith("mma"):
-            self.depths["dots"][depth] += 1
+            self.depths["dots"][depth] += trips
         elif "gm" in spaces:
             where = spaces.index("gm")
             operand, kind, _ = memrefs[where]
@@ -312,23 +318,39 @@ class _Tally:
             self.count["vector_ops"] += self.vector.get(name, 1)
 
 
-def _walk(lines: list[str]) -> Iterator[tuple[str, int, bool]]:
-    """Yield each line with the number of loops around it, and whether only one of two vector cores comes there."""
-    loops, halves = _block_loops(lines), _block_halves(lines)
-    conditions = _half_conditions(lines)
-    stack: list[str] = []
+def _walk(lines: list[str], constants: Mapping[str, int]) -> Iterator[tuple[str, int, int, bool]]:
+    """Yield each line with what is around it.
+
+    Yields:
+        The line; loops whose trips are known only at run time; the product of the trips of the other loops; whether
+        only one of two vector cores comes there.
+    """
+    around, halves, conditions = _block_loops(lines, constants), _block_halves(lines), _half_conditions(lines)
+    # For each open brace: the trips of its loop (None: not a loop, 0: not known), and whether it is one core's.
+    stack: list[tuple[int | None, bool]] = []
     for i, line in enumerate(lines):
         text = line.strip()
-        if text.startswith("}") and stack:
-            closed = stack.pop()
-            if text.endswith("{"):
-                stack.append(closed)
-                continue
-        yield line, loops[i] + stack.count("loop"), halves[i] or "half" in stack
-        if text.endswith("{"):
+        closed = stack.pop() if text.startswith("}") and stack else (None, False)
+        loops = [*around[i], *(trips for trips, _ in stack if trips is not None)]
+        yield line, loops.count(0), math.prod(n for n in loops if n), halves[i] or any(half for _, half in stack)
+        if not text.endswith("{"):
+            continue
+        if text.startswith("}"):
+            stack.append(closed)
+        elif m := re.search(r"scf\.for %\w+ = (\S+) to (\S+) step (\S+)", text):
+            stack.append((_trips(*(constants.get(v) for v in m.groups())), False))
+        else:
             m = re.search(r"scf\.if (%\w+)", text)
-            half = m is not None and m[1] in conditions
-            stack.append("loop" if re.search(r"scf\.(for|while)\b", text) else "half" if half else "block")
+            stack.append((0 if "scf.while" in text else None, m is not None and m[1] in conditions))
+
+
+def _trips(start: int | None, end: int | None, step: int | None) -> int:
+    """Return how often a loop runs, or 0 if that is known only at run time."""
+    return 0 if start is None or end is None or not step else max(0, -(-(end - start) // step))
+
+
+def _constants(lines: list[str]) -> dict[str, int]:
+    return {m[1]: int(m[2]) for line in lines if (m := _CONSTANT.match(line))}
 
 
 def _half_conditions(lines: list[str]) -> set[str]:
@@ -353,8 +375,8 @@ def _blocks(lines: list[str]) -> dict[str, int]:
     return {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"\s*(\^bb\d+)\b.*:\s*(//.*)?$", line))}
 
 
-def _block_loops(lines: list[str]) -> list[int]:
-    """Return how many loops made of branches are around each line.
+def _block_loops(lines: list[str], constants: Mapping[str, int]) -> list[list[int]]:
+    """Return for each line the trips of the loops made of branches around it, 0 where they are not known.
 
     A branch to an earlier block closes a loop, which holds everything in between: the compiler writes blocks in order.
     """
@@ -364,7 +386,24 @@ def _block_loops(lines: list[str]) -> list[int]:
             for target in re.findall(r"\^bb\d+", line):
                 if starts[target] <= i:
                     ends[starts[target]] = max(i, ends.get(starts[target], 0))
-    return [sum(1 for start, end in ends.items() if start <= i <= end) for i in range(len(lines))]
+    spans = [(start, end, _block_trips(lines, start, end, constants)) for start, end in ends.items()]
+    return [[trips for start, end, trips in spans if start <= i <= end] for i in range(len(lines))]
+
+
+def _block_trips(lines: list[str], start: int, end: int, constants: Mapping[str, int]) -> int:
+    """Return the trips of the loop whose first block begins at line `start` and whose last branch is at `end`."""
+    head = re.match(r"\s*(\^bb\d+)\((%\w+): ", lines[start])
+    if head is None:
+        return 0
+    jump = re.compile(re.escape(f"br {head[1]}(") + r"(%\w+)")
+    entry = next((m[1] for line in lines[:start] if (m := jump.search(line))), "")
+    latch = jump.search(lines[end])
+    body = "\n".join(lines[start : end + 1])
+    test = re.search(rf"arith\.cmpi slt, {head[2]}, (%\w+)", body)
+    step = re.search(rf"{latch[1]} = arith\.addi {head[2]}, (%\w+)", body) if latch else None
+    if test is None or step is None:
+        return 0
+    return _trips(constants.get(entry), constants.get(test[1]), constants.get(step[1]))
 
 
 def _block_halves(lines: list[str]) -> list[bool]:
