@@ -20,7 +20,7 @@ from . import instrument
 from .install import c_compiler, folder
 
 # bishengir-opt's passes, in order: tensors to buffers, linalg to loops, everything to the LLVM dialect.
-PASSES: Final = (
+PASSES: Final[tuple[str, ...]] = (
     "--allow-unregistered-dialect",  # annotations for the Ascend compiler
     "--inline",
     "--convert-elementwise-to-linalg",
