@@ -1,4 +1,4 @@
-"""Cases of the gated delta rule's decode and verify steps, with gates given and with gates computed, and of the gates."""
+"""Cases of the gated delta rule's decode and verify steps, with gates given or computed, and of its gates."""
 
 from __future__ import annotations
 
