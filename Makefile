@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install $(PIP_OPTIONS)
 export OMP_NUM_THREADS ?= 1
 export PIP_NO_WARN_SCRIPT_LOCATION = 1
 
-.PHONY: demo serve test test-ray lint types format bench clean help
+.PHONY: demo serve test test-ray toolchain verify verify-all lint types format bench clean help
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -52,11 +52,28 @@ demo: $(VENV)/.engine ## serve the trained tiny Qwen3.5 with MTP through stock L
 serve: $(VENV)/.engine ## leave the demo's server running on 127.0.0.1:$(PORT)
 	@$(BIN)/python -m dlinfer_ext demo --serve --drafts $(DRAFTS) --port $(PORT)
 
-test: $(VENV)/.dev ## all tests
+$(VENV)/.toolchain: $(VENV)/.dev dlinfer_ext/toolchain/requirements.txt
+	@echo "[toolchain] Ascend compiler wheels in a folder of their own"
+	@$(BIN)/python -m dlinfer_ext verify --install
+	@touch $@
+
+toolchain: $(VENV)/.toolchain ## bring the Ascend compiler wheels, which need no card and no CANN
+
+test: $(VENV)/.toolchain ## all tests, the kernels interpreted and run natively on this CPU among them
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --route interpret tests/kernels
 
 test-ray: $(RAY)/.ray ## two ranks on LMDeploy's Ray executor
 	$(RAY)/bin/python -m pytest tests/e2e/test_ray.py
+
+VERIFY := $(BIN)/python -m dlinfer_ext verify
+MODELS := qwen3_5-9b,qwen3_5-35b-a3b,qwen3_5-397b,glm-5.3-flash
+
+verify: $(VENV)/.toolchain ## kernels at a model's sizes: native results, counted bytes, HIVM for each chip
+	$(VERIFY) --native --count --soc a2,a3,a5 --model qwen3_5-9b --tp 1
+
+verify-all: $(VENV)/.toolchain ## every kernel, chip, model and tp to HIVM (40 minutes, seconds when repeated)
+	$(VERIFY) --soc a2,a3,a5 --model $(MODELS) --tp 1,2,4,8
 
 lint: $(VENV)/.dev ## ruff
 	$(BIN)/ruff check .

@@ -20,7 +20,11 @@ setup(
     # `kernels` and `configs` are mounted by two relative symlinks and have no __init__.py, so that the top-level name
     # `kernels` of another distribution still wins over this folder: namespace packages are what finds them.
     packages=find_namespace_packages(include=["dlinfer_ext", "dlinfer_ext.*"]),
-    package_data={"dlinfer_ext": ["py.typed"], "dlinfer_ext.configs": ["**/*.json", "**/*.yaml"]},
+    package_data={
+        "dlinfer_ext": ["py.typed"],
+        "dlinfer_ext.configs": ["**/*.json", "**/*.yaml"],
+        "dlinfer_ext.toolchain": ["*.c", "requirements.txt"],
+    },
     install_requires=[
         "torch>=2.5",  # entry-point group `torch.backends` exists since 2.5
         "wrapt>=1.15",  # post-import hook on the host's backend module, kept by others
