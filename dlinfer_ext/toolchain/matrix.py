@@ -119,7 +119,7 @@ def judge(build: aot.Build, grid: tuple[int, int, int]) -> tuple[str, ...]:
         faults.append(f"grid: {programs} programs; a launch has at most {MAX_GRID}")
     ub = build.facts.buffer("UB") if build.facts else None
     if ub is not None and ub.share > UB_SHARE:
-        faults.append(f"UB: {ub.used} of {ub.available} bytes, {ub.share:.0%}; at most {UB_SHARE:.0%} may be planned")
+        faults.append(f"UB: {ub.used} of {ub.available} bytes, {ub.share:.1%}; at most {UB_SHARE:.0%} may be planned")
     return tuple(faults)
 
 
