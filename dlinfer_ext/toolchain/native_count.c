@@ -27,13 +27,17 @@ static unsigned char poison;
 static uint64_t stack_top;
 static struct { uint64_t end; int64_t block; } last_run[2];
 static char nowhere[64];
+/* An access in the kernel's code nearly always meets the temporary that it met before: remembered by the address of the
+   code, until any temporary is freed. */
+static struct { uint64_t lo, hi, freed; } remembered[1024];
+static uint64_t freed = 1;
 
 static void begin_program(uint32_t number) { program = number + 1; }
 static void begin_copy(void) { last_run[0].block = last_run[1].block = -1; }
 
 void count_begin(struct range *given, int64_t n, int32_t count, int32_t fill) {
   ranges = given, range_count = n, counting = count, poison = (unsigned char)fill;
-  temporary_count = 0;
+  temporary_count = 0, freed++;
   memset(&totals, 0, sizeof totals);
   stack_top = (uint64_t)__builtin_frame_address(0);
 }
@@ -65,6 +69,7 @@ void count_free(void *p) {
   for (int64_t i = temporary_count - 1; i >= 0; i--)
     if (temporaries[i].lo == (uint64_t)p) {
       temporaries[i] = temporaries[--temporary_count];
+      freed++;
       free(p);
       return;
     }
@@ -124,7 +129,14 @@ static int touch(uint64_t a, int64_t n, int write) {
 
 static void stray(int64_t n, int write) { *(write ? &totals.stray_written : &totals.stray_read) += n; }
 
-static void *scalar(void *p, int64_t n, int write) {
+static void *scalar(void *p, int64_t n, int write, const void *code) {
+  const uint64_t a = (uint64_t)p, slot = ((uint64_t)code >> 2) % 1024;
+  if (remembered[slot].freed == freed && a >= remembered[slot].lo && a + n <= remembered[slot].hi) return p;
+  for (int64_t i = temporary_count - 1; i >= 0; i--)
+    if (a >= temporaries[i].lo && a + n <= temporaries[i].hi) {
+      remembered[slot].lo = temporaries[i].lo, remembered[slot].hi = temporaries[i].hi, remembered[slot].freed = freed;
+      return p;
+    }
   begin_copy();
   if (touch((uint64_t)p, n, write)) return p;
   stray(n, write);
@@ -132,8 +144,8 @@ static void *scalar(void *p, int64_t n, int write) {
   return nowhere;
 }
 
-void *count_load(void *p, int64_t n) { return scalar(p, n, 0); }
-void *count_store(void *p, int64_t n) { return scalar(p, n, 1); }
+void *count_load(void *p, int64_t n) { return scalar(p, n, 0, __builtin_return_address(0)); }
+void *count_store(void *p, int64_t n) { return scalar(p, n, 1, __builtin_return_address(0)); }
 
 static void copy_run(char *to, const char *from, int64_t n) {
   const int readable = touch((uint64_t)from, n, 0), writable = touch((uint64_t)to, n, 1);
