@@ -11,6 +11,7 @@ import triton.language as tl
 RUN_TIME = [
     "rows", "tokens", "scale", "pad_slot_id", "ring", "q_token", "q_head", "k_token", "k_head", "v_token", "v_head",
     "g_token", "g_head", "beta_token", "beta_head", "state_slot", "state_entry", "state_head",
+    "cu_step", "slot_step", "history_step",
 ]  # fmt: skip
 POINTERS = [
     "q_ptr", "k_ptr", "v_ptr", "g_ptr", "beta_ptr", "o_ptr", "state_ptr", "cu_ptr", "slot_ptr", "history_ptr",
@@ -19,23 +20,63 @@ POINTERS = [
 
 @triton.jit
 def _row(
-    cu_ptr, slot_ptr, history_ptr, row, rows, tokens, pad_slot_id, HAS_SLOTS: tl.constexpr, HAS_HISTORY: tl.constexpr
-):
+    cu_ptr, slot_ptr, history_ptr, row, rows, tokens, pad_slot_id, cu_step, slot_step, history_step,
+    HAS_SLOTS: tl.constexpr, HAS_HISTORY: tl.constexpr,
+):  # fmt: skip
     """Return (lo, hi, slot, history, live) of a row; the row past the last is the tokens that belong to none.
 
     Without a history a row goes on from the state stored, as with a history of 1.
     """
     inside = tl.minimum(row, rows - 1)
-    lo = tl.load(cu_ptr + row).to(tl.int64)
-    hi = tl.where(row < rows, tl.load(cu_ptr + inside + 1).to(tl.int64), tokens)
+    lo = tl.load(cu_ptr + row * cu_step).to(tl.int64)
+    hi = tl.where(row < rows, tl.load(cu_ptr + (inside + 1) * cu_step).to(tl.int64), tokens)
     slot = inside.to(tl.int64)
     if HAS_SLOTS:
-        slot = tl.load(slot_ptr + inside).to(tl.int64)
+        slot = tl.load(slot_ptr + inside * slot_step).to(tl.int64)
     history = tl.full((), 1, tl.int64)
     if HAS_HISTORY:
-        history = tl.load(history_ptr + inside).to(tl.int64)
+        history = tl.load(history_ptr + inside * history_step).to(tl.int64)
     live = (row < rows) & (slot >= 0) & (slot != pad_slot_id) & (history >= 0) & (hi > lo)
     return lo, hi, slot, history, live
+
+
+@triton.jit
+def _clear(out, lo, hi, first, HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+    """Zero BV columns of the tokens lo..hi."""
+    step = tl.arange(0, 8)
+    n = (hi - lo).to(tl.int32)
+    for t in range(0, n, 8):
+        for c in range(0, BV, 16):
+            ov = first + c + tl.arange(0, 16)
+            mask = (step < n - t)[:, None] & (ov < V)[None, :]
+            place = out + (lo + t) * (HV * V) + step[:, None] * (HV * V) + ov[None, :]
+            tl.store(place, tl.zeros((8, 16), out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_state(source, lines, columns, in_lines, in_columns, LINE: tl.constexpr, COLUMN: tl.constexpr):
+    """A tile of a state in fp32; lines that are masked are zero and not read."""
+    mask = in_lines[:, None] & in_columns[None, :]
+    return tl.load(source + lines[:, None] * LINE + columns[None, :] * COLUMN, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_state(target, s, lines, columns, in_lines, in_columns, LINE: tl.constexpr, COLUMN: tl.constexpr):
+    mask = in_lines[:, None] & in_columns[None, :]
+    tl.store(target + lines[:, None] * LINE + columns[None, :] * COLUMN, s.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _advance(s, q, k, decay, beta, v_ptr, o_ptr, mv, AXIS: tl.constexpr):
+    """Take one token: store its output, return the state after it. AXIS is that of the keys in the tile."""
+    v = tl.load(v_ptr, mask=mv, other=0.0).to(tl.float32)
+    key = tl.expand_dims(k, 1 - AXIS)
+    s = s * decay
+    u = (v - tl.sum(s * key, AXIS)) * beta
+    s = s + tl.expand_dims(u, AXIS) * key
+    o = tl.sum(s * tl.expand_dims(q, 1 - AXIS), AXIS)
+    tl.store(o_ptr, o.to(o_ptr.dtype.element_ty), mask=mv)
+    return s
 
 
 @triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=POINTERS)
@@ -43,61 +84,210 @@ def gdr_scan_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, o_ptr, state_ptr, cu_ptr, slot_ptr, history_ptr,
     rows, tokens, scale, pad_slot_id, ring,
     q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head,
-    state_slot, state_entry, state_head,
+    state_slot, state_entry, state_head, cu_step, slot_step, history_step,
     Q_INNER: tl.constexpr, K_INNER: tl.constexpr, V_INNER: tl.constexpr, STATE_V: tl.constexpr, STATE_K: tl.constexpr,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_HISTORY: tl.constexpr, L2NORM: tl.constexpr, V_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """One task: one row, one value head, BV columns of V. The state tile is [BV, BK] if V_FIRST, else [BK, BV]."""
-    AXIS: tl.constexpr = 1 if V_FIRST else 0  # of the keys in the state tile
-    OTHER: tl.constexpr = 0 if V_FIRST else 1
+    """One task: one row, one value head, BV columns of V, in four tiles [BV / 4, BK] (V_FIRST) or [BK, BV / 4].
+
+    Four, because what a tile's update needs beside the state is as large as a tile: so a whole head of 128 x 128 fits.
+    """
+    PART: tl.constexpr = BV // 4
+    AXIS: tl.constexpr = 1 if V_FIRST else 0
+    LINE: tl.constexpr = STATE_V if V_FIRST else STATE_K
+    COLUMN: tl.constexpr = STATE_K if V_FIRST else STATE_V
     blocks = tl.cdiv(V, BV)
     for task in range(tl.program_id(0), (rows + 1) * HV * blocks, tl.num_programs(0)):
         row = task // (HV * blocks)
         hv = (task // blocks) % HV
         first = (task % blocks) * BV
         lo, hi, slot, history, live = _row(
-            cu_ptr, slot_ptr, history_ptr, row, rows, tokens, pad_slot_id, HAS_SLOTS, HAS_HISTORY
-        )
+            cu_ptr, slot_ptr, history_ptr, row, rows, tokens, pad_slot_id, cu_step, slot_step, history_step,
+            HAS_SLOTS, HAS_HISTORY,
+        )  # fmt: skip
         ok = tl.arange(0, BK)
-        ov = first + tl.arange(0, BV)
+        ov0 = first + tl.arange(0, PART)
+        ov1 = ov0 + PART
+        ov2 = ov1 + PART
+        ov3 = ov2 + PART
         mk = ok < K
-        mv = ov < V
-        ms = tl.expand_dims(mv, AXIS) & tl.expand_dims(mk, OTHER)
-        inner = tl.expand_dims(ov, AXIS) * STATE_V + tl.expand_dims(ok, OTHER) * STATE_K
-        out = o_ptr + hv * V
         if live:
-            s_ptr = state_ptr + slot * state_slot + hv.to(tl.int64) * state_head
-            # A fresh row loads no line of the tile, whatever the slot holds.
-            stored = tl.where(history > 0, V if V_FIRST else K, 0)
-            lines = (ov if V_FIRST else ok) < stored
-            s = tl.load(
-                s_ptr + (history % ring) * state_entry + inner,
-                mask=lines[:, None] & (mk if V_FIRST else mv)[None, :],
-                other=0.0,
-            ).to(tl.float32)
+            head = state_ptr + slot * state_slot + hv.to(tl.int64) * state_head
+            source = head + (history % ring) * state_entry
+            target = head + ((history + hi - lo) % ring) * state_entry
+            # A fresh row reads no line of a tile, whatever the slot holds.
+            if V_FIRST:
+                end = tl.where(history > 0, V, 0)
+                s0 = _load_state(source, ov0, ok, ov0 < end, mk, LINE, COLUMN)
+                s1 = _load_state(source, ov1, ok, ov1 < end, mk, LINE, COLUMN)
+                s2 = _load_state(source, ov2, ok, ov2 < end, mk, LINE, COLUMN)
+                s3 = _load_state(source, ov3, ok, ov3 < end, mk, LINE, COLUMN)
+            else:
+                mf = ok < tl.where(history > 0, K, 0)
+                s0 = _load_state(source, ok, ov0, mf, ov0 < V, LINE, COLUMN)
+                s1 = _load_state(source, ok, ov1, mf, ov1 < V, LINE, COLUMN)
+                s2 = _load_state(source, ok, ov2, mf, ov2 < V, LINE, COLUMN)
+                s3 = _load_state(source, ok, ov3, mf, ov3 < V, LINE, COLUMN)
             h = hv // GROUP
             for t in range(lo, hi):
                 q = tl.load(q_ptr + t * q_token + h * q_head + ok * Q_INNER, mask=mk, other=0.0).to(tl.float32)
                 k = tl.load(k_ptr + t * k_token + h * k_head + ok * K_INNER, mask=mk, other=0.0).to(tl.float32)
-                v = tl.load(v_ptr + t * v_token + hv * v_head + ov * V_INNER, mask=mv, other=0.0).to(tl.float32)
-                g = tl.load(g_ptr + t * g_token + hv * g_head).to(tl.float32)
+                decay = tl.exp(tl.load(g_ptr + t * g_token + hv * g_head).to(tl.float32))
                 beta = tl.load(beta_ptr + t * beta_token + hv * beta_head).to(tl.float32)
                 if L2NORM:
                     q = q / tl.sqrt(tl.sum(q * q, 0) + 1e-6)
                     k = k / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
-                kk = tl.expand_dims(k, OTHER)
-                s = s * tl.exp(g)
-                u = (v - tl.sum(s * kk, AXIS)) * beta
-                s = s + tl.expand_dims(u, AXIS) * kk
-                o = tl.sum(s * tl.expand_dims(q * scale, OTHER), AXIS)
-                tl.store(out + t * (HV * V) + ov, o.to(o_ptr.dtype.element_ty), mask=mv)
-            place = s_ptr + ((history + hi - lo) % ring) * state_entry
-            tl.store(place + inner, s.to(state_ptr.dtype.element_ty), mask=ms)
+                q = q * scale
+                v = v_ptr + t * v_token + hv * v_head
+                o = o_ptr + t * (HV * V) + hv * V
+                s0 = _advance(s0, q, k, decay, beta, v + ov0 * V_INNER, o + ov0, ov0 < V, AXIS)
+                s1 = _advance(s1, q, k, decay, beta, v + ov1 * V_INNER, o + ov1, ov1 < V, AXIS)
+                s2 = _advance(s2, q, k, decay, beta, v + ov2 * V_INNER, o + ov2, ov2 < V, AXIS)
+                s3 = _advance(s3, q, k, decay, beta, v + ov3 * V_INNER, o + ov3, ov3 < V, AXIS)
+            if V_FIRST:
+                _store_state(target, s0, ov0, ok, ov0 < V, mk, LINE, COLUMN)
+                _store_state(target, s1, ov1, ok, ov1 < V, mk, LINE, COLUMN)
+                _store_state(target, s2, ov2, ok, ov2 < V, mk, LINE, COLUMN)
+                _store_state(target, s3, ov3, ok, ov3 < V, mk, LINE, COLUMN)
+            else:
+                _store_state(target, s0, ok, ov0, mk, ov0 < V, LINE, COLUMN)
+                _store_state(target, s1, ok, ov1, mk, ov1 < V, LINE, COLUMN)
+                _store_state(target, s2, ok, ov2, mk, ov2 < V, LINE, COLUMN)
+                _store_state(target, s3, ok, ov3, mk, ov3 < V, LINE, COLUMN)
         else:
-            for t in range(lo, hi, BT):
-                ot = t + tl.arange(0, BT)
-                mt = (ot < hi)[:, None] & mv[None, :]
-                tl.store(
-                    out + ot[:, None] * (HV * V) + ov[None, :], tl.zeros((BT, BV), o_ptr.dtype.element_ty), mask=mt
+            _clear(o_ptr + hv * V, lo, hi, first, HV, V, BV)
+
+
+@triton.jit
+def _product(a, b):
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def _unit_lower_inverse(a_t, C: tl.constexpr, BASE: tl.constexpr):
+    """(I + A)^-1 of a strictly lower A [C, C] that is given transposed, in fp32.
+
+    Forward substitution within the diagonal blocks of BASE, all blocks at once; then blocks are joined in pairs,
+    [[X, 0], [-Y A21 X, Y]]. Powers of A, which a product of (I + A^2^n) takes, lose all digits when keys repeat.
+    """
+    i = tl.arange(0, C)
+    block = (i // BASE)[:, None] == (i // BASE)[None, :]
+    x = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    inner = tl.where(block, a_t, 0.0)
+    for n in range(1, BASE):
+        line = tl.sum(tl.where((i % BASE == n)[None, :], inner, 0.0), 1)
+        new = tl.sum(line[:, None] * x, 0)
+        x = x - tl.where(block & (i % BASE == n)[:, None], new[None, :], 0.0)
+    if BASE < C:
+        a = tl.trans(a_t)
+        x = _join(x, a, C, BASE)
+        if 2 * BASE < C:
+            x = _join(x, a, C, 2 * BASE)
+    return x
+
+
+@triton.jit
+def _join(x, a, C: tl.constexpr, SIZE: tl.constexpr):
+    i = tl.arange(0, C)
+    pair = (i // (2 * SIZE))[:, None] == (i // (2 * SIZE))[None, :]
+    below = (i // SIZE)[:, None] > (i // SIZE)[None, :]
+    part = tl.where(pair & below, a, 0.0)
+    return x - _product(x, _product(part, x))
+
+
+@triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=POINTERS)
+def gdr_dot_kernel(
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, o_ptr, state_ptr, cu_ptr, slot_ptr, history_ptr,
+    rows, tokens, scale, pad_slot_id, ring,
+    q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head,
+    state_slot, state_entry, state_head, cu_step, slot_step, history_step,
+    Q_INNER: tl.constexpr, K_INNER: tl.constexpr, V_INNER: tl.constexpr, STATE_V: tl.constexpr, STATE_K: tl.constexpr,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_HISTORY: tl.constexpr, L2NORM: tl.constexpr, V_FIRST: tl.constexpr,
+):  # fmt: skip
+    """One task: one row, one value head, BV columns of V; chunks of BT tokens. See chunk_eager.py for the maths.
+
+    Products take q and k as they are stored; norms, gates and write strengths scale their results. Gates between two
+    tokens are summed directly, never as a difference of two running sums: see `chunk_eager.segment_decay`.
+    """
+    blocks = tl.cdiv(V, BV)
+    for task in range(tl.program_id(0), (rows + 1) * HV * blocks, tl.num_programs(0)):
+        row = task // (HV * blocks)
+        hv = (task // blocks) % HV
+        first = (task % blocks) * BV
+        lo, hi, slot, history, live = _row(
+            cu_ptr, slot_ptr, history_ptr, row, rows, tokens, pad_slot_id, cu_step, slot_step, history_step,
+            HAS_SLOTS, HAS_HISTORY,
+        )  # fmt: skip
+        ok = tl.arange(0, BK)
+        ov = first + tl.arange(0, BV)
+        mk = ok < K
+        mv = ov < V
+        out = o_ptr + hv * V
+        oi = tl.arange(0, BT)
+        if live:
+            s_ptr = state_ptr + slot * state_slot + hv.to(tl.int64) * state_head
+            # A fresh row loads no line of the tile, whatever the slot holds.
+            stored = tl.where(history > 0, V if V_FIRST else K, 0)
+            source = s_ptr + (history % ring) * state_entry
+            target = s_ptr + ((history + hi - lo) % ring) * state_entry
+            if V_FIRST:
+                inner = ov[:, None] * STATE_V + ok[None, :] * STATE_K
+                s = tl.load(source + inner, mask=(ov < stored)[:, None] & mk[None, :], other=0.0).to(tl.float32)
+            else:
+                inner = ok[:, None] * STATE_K + ov[None, :] * STATE_V
+                s = tl.load(source + inner, mask=(ok < stored)[:, None] & mv[None, :], other=0.0).to(tl.float32)
+            h = hv // GROUP
+            n = (hi - lo).to(tl.int32)
+            for start in range(0, n, BT):
+                mt = oi < n - start
+                mtk = mt[:, None] & mk[None, :]
+                mtv = mt[:, None] & mv[None, :]
+                base = lo + start
+                from_q = q_ptr + base * q_token + h * q_head
+                from_k = k_ptr + base * k_token + h * k_head
+                from_v = v_ptr + base * v_token + hv * v_head
+                q = tl.load(from_q + oi[:, None] * q_token + ok[None, :] * Q_INNER, mask=mtk, other=0.0)
+                k = tl.load(from_k + oi[:, None] * k_token + ok[None, :] * K_INNER, mask=mtk, other=0.0)
+                v = tl.load(from_v + oi[:, None] * v_token + ov[None, :] * V_INNER, mask=mtv, other=0.0)
+                v = v.to(tl.float32)
+                g = tl.load(g_ptr + base * g_token + hv * g_head + oi * g_token, mask=mt, other=0.0).to(tl.float32)
+                beta = tl.load(beta_ptr + base * beta_token + hv * beta_head + oi * beta_token, mask=mt, other=0.0).to(
+                    tl.float32
                 )
+                q32 = q.to(tl.float32)
+                k32 = k.to(tl.float32)
+                if L2NORM:
+                    rq = scale / tl.sqrt(tl.sum(q32 * q32, 1) + 1e-6)
+                    rk = 1.0 / tl.sqrt(tl.sum(k32 * k32, 1) + 1e-6)
+                else:
+                    rq = tl.full((BT,), 1.0, tl.float32) * scale
+                    rk = tl.full((BT,), 1.0, tl.float32)
+                low = oi[:, None] > oi[None, :]
+                sums = tl.cumsum(tl.where(low, g[:, None], 0.0), 0)
+                decay = tl.where(oi[:, None] >= oi[None, :], tl.exp(sums), 0.0)
+                since = tl.exp(tl.cumsum(g, 0))
+                until = tl.sum(tl.where((oi == BT - 1)[:, None], decay, 0.0), 0)
+                kept = tl.sum(tl.where(oi == BT - 1, since, 0.0), 0)
+
+                kt = tl.trans(k)
+                decay = decay * rk[None, :]
+                a = tl.where(low, _product(k, kt) * decay, 0.0) * (beta * rk)[:, None]
+                x = _unit_lower_inverse(tl.trans(a), BT, 16)
+                p = _product(q, kt) * decay * rq[:, None]
+                st = tl.trans(s) if V_FIRST else s
+                u = (v - _product(k32, st) * (since * rk)[:, None]) * beta[:, None]
+                u = _product(x, u)
+                o = _product(q32, st) * (since * rq)[:, None] + _product(p, u)
+                tl.store(
+                    out + base * (HV * V) + oi[:, None] * (HV * V) + ov[None, :], o.to(o_ptr.dtype.element_ty), mask=mtv
+                )
+                u = u * (until * rk)[:, None]
+                s = s * kept + (_product(tl.trans(u), k32) if V_FIRST else _product(tl.trans(k32), u))
+            if V_FIRST:
+                tl.store(target + inner, s.to(state_ptr.dtype.element_ty), mask=mv[:, None] & mk[None, :])
+            else:
+                tl.store(target + inner, s.to(state_ptr.dtype.element_ty), mask=mk[:, None] & mv[None, :])
+        else:
+            _clear(out, lo, hi, first, HV, V, BV)
