@@ -340,7 +340,8 @@ class Worker:
         # The package may be imported from a source tree that is not installed.
         paths = [str(toolchain), str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
         environ = {
-            **os.environ,
+            # Triton's own variables change what is compiled.
+            **{k: v for k, v in os.environ.items() if not k.startswith("TRITON_")},
             "PYTHONPATH": os.pathsep.join(p for p in paths if p),
             "PATH": os.pathsep.join((str(toolchain / "ascendnpuir" / "bin"), os.environ.get("PATH", ""))),
             "OMP_NUM_THREADS": "1",

@@ -46,7 +46,7 @@ class Facts:
 
     Attributes:
         core: "AIV" (vector), "AIC" (cube) or "MIX" (both).
-        buffers: on-chip memories that are used.
+        buffers: on-chip memories that are used; L0A and L0B are planned after HIVM.
         loads: transfers from global memory in the text.
         stores: transfers to global memory in the text.
         scalars: single elements read or written one at a time, without a transfer.

@@ -35,6 +35,8 @@ class Row:
         bytes_limit: how many times the lower bound the case may move; None: no bound is set.
         blocks_limit: the same with each run rounded out to blocks of 32 bytes.
         faults: why the row fails, in words; empty if it holds.
+        moved: bytes that the case was counted to move; None if it was not counted.
+        blocks: the same with each run rounded out to blocks of 32 bytes.
     """
 
     model: str
@@ -51,6 +53,8 @@ class Row:
     bytes_limit: float | None
     blocks_limit: float | None
     faults: tuple[str, ...] = ()
+    moved: int | None = None
+    blocks: int | None = None
 
     @property
     def held(self) -> bool:
@@ -82,12 +86,19 @@ class Row:
             ]
         else:
             cells += ["-"] * 4
-        cells += [f"{self.build.seconds:.1f}", "yes" if self.cached else "no", "; ".join(self.faults) or "ok"]
+        ratios = (f"{n / self.lower_bound:.2f}" if n is not None else "-" for n in (self.moved, self.blocks))
+        cells += [
+            "/".join(ratios),
+            f"{self.build.seconds:.1f}",
+            "yes" if self.cached else "no",
+            "; ".join(self.faults) or "ok",
+        ]
         return tuple(cells)
 
 
 # KiB for the memories; loads and stores are transfers in the text ("+3s": and 3 scalar accesses), operations are vector
-# calls and matrix products in the text, exchange is KiB through a workspace in global memory for one trip of a loop.
+# calls and matrix products in the text, exchange is KiB through a workspace in global memory for one trip of a loop,
+# bytes and blocks are multiples of the case's lower bound.
 COLUMNS: Final = (
     "model",
     "tp",
@@ -103,6 +114,7 @@ COLUMNS: Final = (
     "vector/cube",
     "barriers",
     "exchange",
+    "bytes/blocks",
     "seconds",
     "cached",
     "verdict",
@@ -123,8 +135,8 @@ def judge(build: aot.Build, grid: tuple[int, int, int]) -> tuple[str, ...]:
     return tuple(faults)
 
 
-def judge_bytes(row: Row, moved: int, blocks: int | None = None) -> tuple[str, ...]:
-    """Return why a case moves too much; empty if it does not, or if no bound is set.
+def with_bytes(row: Row, moved: int, blocks: int | None = None) -> Row:
+    """Return a row with what its case moves, and a fault if that is more than its limits.
 
     Args:
         row: any row of the case.
@@ -132,12 +144,12 @@ def judge_bytes(row: Row, moved: int, blocks: int | None = None) -> tuple[str, .
             through a workspace (`Facts.exchange_bytes`).
         blocks: the same with each run rounded out to blocks of 32 bytes.
     """
-    faults = []
+    faults = list(row.faults)
     for name, counted, limit in (("bytes", moved, row.bytes_limit), ("blocks", blocks, row.blocks_limit)):
         if counted is not None and limit is not None and counted > limit * row.lower_bound:
             ratio = counted / row.lower_bound
             faults.append(f"{name}: {counted} moved, {ratio:.2f} × the lower bound; at most {limit:.2f} ×")
-    return tuple(faults)
+    return replace(row, moved=moved, blocks=blocks, faults=tuple(faults))
 
 
 def run_matrix(
@@ -165,8 +177,8 @@ def run_matrix(
         dtypes: "bfloat16", "float16", "float32".
         cache: folder; None for the user's.
         on_row: called with each row as it comes.
-        bytes_of: counted bytes and 32-byte blocks of a row's case, None if they are not known; the case's limits then
-            apply.
+        bytes_of: tells the bytes that a row's case moves, and the same in blocks of 32 bytes if known, for the case's
+            limits to apply; None where it cannot tell. Called for every row: keep what is the same for a case.
         workers: processes.
         timeout: seconds that the compiler may take for one kernel.
         source: module, or path of a Python file, with `cases(model, tp, dtype)`.
@@ -184,9 +196,9 @@ def run_matrix(
 
     def on_case(group: aot.Group, case: aot.Captured, builds: Mapping[str, aot.Build], fresh: frozenset[str]) -> None:
         for row in _rows(group, case, builds, fresh):
-            counted = bytes_of(row) if bytes_of and row.held else None
+            counted = bytes_of(row) if bytes_of else None
             if counted is not None:
-                row = replace(row, faults=judge_bytes(row, *counted))
+                row = with_bytes(row, *counted)
             rows.append(row)
             if on_row:
                 on_row(row)

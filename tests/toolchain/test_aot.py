@@ -154,12 +154,30 @@ def test_too_much_of_the_unified_buffer_is_a_fault() -> None:
 
 
 def test_bytes_are_held_to_the_lower_bound() -> None:
-    assert matrix.judge_bytes(_row(), 1500, 2000) == ()
-    assert matrix.judge_bytes(_row(), 1501, 2001) == (
+    assert matrix.with_bytes(_row(), 1500, 2000).held
+    row = matrix.with_bytes(_row(), 1501, 2001)
+    assert (row.moved, row.blocks) == (1501, 2001)
+    assert row.faults == (
         "bytes: 1501 moved, 1.50 × the lower bound; at most 1.50 ×",
         "blocks: 2001 moved, 2.00 × the lower bound; at most 2.00 ×",
     )
-    assert matrix.judge_bytes(_row(bytes_limit=None, blocks_limit=None), 10**9, 10**9) == ()
+    assert "1.50/2.00" in row.as_texts()
+    assert matrix.with_bytes(_row(bytes_limit=None, blocks_limit=None), 10**9, 10**9).held
+
+
+@needs_toolchain
+def test_counted_bytes_reach_the_verdict(rows: dict[tuple[str, str], matrix.Row], cache: Path) -> None:
+    counted = matrix.run_matrix(
+        ["a2"],
+        ["qwen3_5-9b"],
+        [1],
+        cache=cache,
+        source=CONTROLS,
+        bytes_of=lambda row: (10**6, None) if row.phase == "sound" else None,
+    )
+    faults = {row.phase: row.faults for row in counted}
+    assert faults["sound"] == ("bytes: 1000000 moved, 61.04 × the lower bound; at most 1.50 ×",)
+    assert faults["sound-twice"] == ()
 
 
 def test_table_and_json_of_a_row() -> None:
