@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -66,7 +68,7 @@ def narrow(values: Array, dtype: Any) -> Any:
     """Return a handle of `dtype` with values as `widen` gives them."""
     if dtype == tl.bfloat16:
         return stock.TensorHandle(round_to_bf16(values), dtype)
-    return stock.TensorHandle(np.asarray(values).astype(stock._get_np_dtype(dtype), copy=False), dtype)
+    return stock.TensorHandle(np.asarray(values).astype(numpy_type(dtype), copy=False), dtype)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -82,7 +84,7 @@ class Memory:
                 spans[-1][1] = max(spans[-1][1], end)
             else:
                 spans.append([start, end])
-        self.tensors = tensors
+        self.tensors, self.spans = tensors, spans
         self.starts = np.array([s for s, _ in spans], dtype=np.uint64)
         self.ends = np.array([e for _, e in spans], dtype=np.uint64)
 
@@ -97,8 +99,11 @@ class Memory:
         Raises:
             IndexError: with the number of such accesses and the argument nearest to the first of them.
         """
-        live = pointers[np.broadcast_to(mask, pointers.shape)]
+        live = pointers[mask if mask.shape == pointers.shape else np.broadcast_to(mask, pointers.shape)]
         if live.size == 0:
+            return
+        first, last = int(live.min()), int(live.max()) + size
+        if any(start <= first and last <= end for start, end in self.spans):
             return
         if self.starts.size:
             owner = np.searchsorted(self.starts, live, side="right").astype(np.int64) - 1
@@ -200,7 +205,7 @@ class Builder(stock.InterpreterBuilder):  # type: ignore[misc]
         return narrow(np.array([value], dtype=np.float32), tl.bfloat16)
 
     def get_all_ones_value(self, dtype: Any) -> Any:
-        kind = stock._get_np_dtype(dtype)
+        kind = numpy_type(dtype)
         return stock.TensorHandle(np.full(1, True if kind.kind == "b" else -1).astype(kind), dtype.scalar)
 
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
@@ -209,7 +214,7 @@ class Builder(stock.InterpreterBuilder):  # type: ignore[misc]
             return stock.TensorHandle(src.data, target)
         if tl.bfloat16 in (source, target):
             return narrow(widen(src), target)
-        return stock.TensorHandle(src.data.astype(stock._get_np_dtype(dst_type)), target)
+        return stock.TensorHandle(src.data.astype(numpy_type(dst_type)), target)
 
     def create_fp_to_fp(self, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
         if rounding_mode == stock._ir.ROUNDING_MODE.RTZ or scalar_type(src).is_fp8() or dst_type.scalar.is_fp8():
@@ -234,7 +239,7 @@ class Builder(stock.InterpreterBuilder):  # type: ignore[misc]
             return super().create_umulhi(*(stock.TensorHandle(unsigned(h.data), tl.uint64) for h in (lhs, rhs)))
         bits = 8 * lhs.data.dtype.itemsize
         high = (unsigned(lhs.data).astype(np.uint64) * unsigned(rhs.data).astype(np.uint64)) >> np.uint64(bits)
-        return stock.TensorHandle(high.astype(f"u{bits // 8}").view(stock._get_np_dtype(dtype)), dtype)
+        return stock.TensorHandle(high.astype(f"u{bits // 8}").view(numpy_type(dtype)), dtype)
 
     def create_dot(self, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
         if scalar_type(a).is_int():
@@ -263,21 +268,19 @@ class Reduce(stock.ReduceOps):  # type: ignore[misc]
     """Sums in the type of the operand, and min and max as the compiled ones treat NaN."""
 
     def apply_impl(self, inputs: tuple[Any, ...]) -> Any:
-        kinds = {
-            tl.standard._elementwise_max: np.fmax.reduce,
-            tl.standard._elementwise_min: np.fmin.reduce,
-            tl.standard._sum_combine: np.add.reduce,
-        }
-        function = kinds.get(self.combine_fn)
-        if function is None:
-            return super().apply_impl(inputs)
         operand = inputs[0]
         values = widen(operand.handle)
-        if function is not np.add.reduce and values.dtype.kind != "f":
-            function = np.maximum.reduce if function is np.fmax.reduce else np.minimum.reduce
+        # The second of each pair leaves NaN out; numpy has it for floating-point values only.
+        choices = {
+            tl.standard._sum_combine: (np.add, np.add),
+            tl.standard._elementwise_max: (np.maximum, np.fmax),
+            tl.standard._elementwise_min: (np.minimum, np.fmin),
+        }
+        if self.combine_fn not in choices:
+            return super().apply_impl(inputs)
+        function = choices[self.combine_fn][values.dtype.kind == "f"]
         axis = tuple(range(values.ndim)) if self.axis is None else self.axis
-        kind = values.dtype if values.dtype.kind != "b" else None
-        result = function(values, axis=axis, keepdims=self.keep_dims, dtype=kind)
+        result = function.reduce(values, axis=axis, keepdims=self.keep_dims, dtype=values.dtype)
         return self.to_tensor(narrow(np.asarray(result), operand.dtype.scalar).data, operand.dtype)
 
 
@@ -289,6 +292,61 @@ class Scan(stock.ScanOps):  # type: ignore[misc]
             np.cumsum(widen(operand.handle), axis=self.axis, dtype=widen(operand.handle).dtype), operand.dtype.scalar
         )
         return [self.to_tensor(handle.data, operand.dtype)]
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+# A small kernel is a thousand operations on a few numbers each: what the language does around them takes the time.
+
+
+@cache
+def block(shape: tuple[int, ...]) -> tuple[tuple[Any, ...], Any]:
+    """Return the shape and the number of elements of a block as the constants that a tensor holds."""
+    return tuple(tl.constexpr(n) for n in shape), tl.constexpr(math.prod(shape))
+
+
+# The stock functions that are called where the short way does not do.
+_stock_type, _stock_cast = cache(stock._get_np_dtype), tl.semantic.cast
+_stock_operands = tl.semantic.binary_op_type_checking_impl
+
+
+def numpy_type(dtype: Any) -> Any:
+    """Return the type of the array that holds a Triton type; the stock table is made anew at every call."""
+    element = dtype.scalar
+    return np.dtype(np.uint64) if element.is_ptr() else _stock_type(element)
+
+
+def make_tensor(self: Any, handle: Any, type: Any) -> None:
+    """`tl.tensor.__init__`, with the constants of its shape made once."""
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    shape, self.numel = block(tuple(type.shape) if type.is_block() else ())
+    self.shape = list(shape)
+
+
+def cast(input: Any, dst_ty: Any, builder: Any, fp_downcast_rounding: Any = None) -> Any:
+    """`semantic.cast`, at once where nothing is to be done."""
+    target = getattr(dst_ty, "value", dst_ty)
+    return input if input.dtype == target.scalar else _stock_cast(input, target, builder, fp_downcast_rounding)
+
+
+def operands(lhs: Any, rhs: Any, builder: Any, *flags: bool, **named: bool) -> Any:
+    """`semantic.binary_op_type_checking_impl`, at once for two tensors of one type other than a pointer."""
+    if isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor) and lhs.dtype == rhs.dtype and not lhs.dtype.is_ptr():
+        # Half a float is divided in fp32.
+        division = flags[3] if len(flags) > 3 else named.get("div_or_mod", False)
+        if not division or lhs.dtype not in (tl.float16, tl.bfloat16):
+            if lhs.type is rhs.type or lhs.type == rhs.type:
+                return lhs, rhs
+            return tl.semantic.broadcast_impl_value(lhs, rhs, builder)
+    return _stock_operands(lhs, rhs, builder, *flags, **named)
+
+
+def patch_builtins(place: Any) -> None:
+    """Let every built-in of a module or class work on BUILDER."""
+    for name, member in stock.inspect.getmembers(place):
+        if tl.core.is_builtin(member):
+            inner = getattr(member, "__wrapped__", member)
+            setattr(place, name, lambda *a, _inner=inner, **k: _inner(*a, **{**k, "_builder": BUILDER}))
 
 
 # --- language ---------------------------------------------------------------------------------------------------------
@@ -392,10 +450,11 @@ def mend() -> None:
     stock._kernel_counter, stock._kernel_condition = counter, condition
     tl.semantic.arange = arange
     # Once for the process, where the stock interpreter looks through the whole language at every call.
-    for lang in (tl, tl.core):
-        stock._patch_builtin(lang, BUILDER)
-        stock._patch_builtin(lang.tensor, BUILDER)
-    stock._patch_builtin(tl.math, BUILDER)
+    tl.tensor.__init__ = make_tensor
+    tl.semantic.cast, tl.semantic.binary_op_type_checking_impl = cast, operands
+    stock._get_np_dtype = numpy_type
+    for place in (tl, tl.core, tl.tensor, tl.math):
+        patch_builtins(place)
     for lang in (tl, tl.core):
         stock._patch_lang_tensor(lang.tensor)
         stock._patch_lang_core(lang)

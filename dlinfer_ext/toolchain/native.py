@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from . import install
+from . import install, interpreter
 
 if TYPE_CHECKING:
     from ..kernels.common.tiling import SoC
@@ -112,6 +112,8 @@ def activate(soc: str = "a2") -> dict[str, Any]:
             raise RuntimeError(
                 "TRITON_INTERPRET=1 is set, so this process interprets kernels: run native ones in another"
             )
+        if interpreter.active():
+            raise RuntimeError("this process interprets kernels: run native ones in another")
         install.enter()
         chosen = load_soc(soc)
         _driver()
