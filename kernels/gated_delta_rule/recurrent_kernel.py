@@ -29,11 +29,11 @@ def log1p_of_exp(x):
 
 
 @triton.jit
-def log_decay(a, dt_bias, neg_exp_A, softplus_beta, softplus_threshold):
+def log_decay(a, dt_bias, neg_exp_A, softplus_beta, inverse_beta, softplus_threshold):
     """neg_exp_A · softplus(a + dt_bias), on fp32 scalars or tiles."""
     x = a + dt_bias
     bx = x * softplus_beta
-    return neg_exp_A * tl.where(bx > softplus_threshold, x, log1p_of_exp(bx) / softplus_beta)
+    return neg_exp_A * tl.where(bx > softplus_threshold, x, log1p_of_exp(bx) * inverse_beta)
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def sigmoid(x):
 @triton.jit(
     do_not_specialize=[
         "a_ptr", "b_ptr", "rate_ptr", "dt_ptr", "g_ptr", "beta_ptr", "tokens", "a_token", "b_token", "softplus_beta",
-        "softplus_threshold",
+        "inverse_beta", "softplus_threshold",
     ]
 )  # fmt: skip
 def gate_kernel(
@@ -60,6 +60,7 @@ def gate_kernel(
     a_token,
     b_token,
     softplus_beta,
+    inverse_beta,
     softplus_threshold,
     HEADS: tl.constexpr,
     A_HEAD: tl.constexpr,
@@ -79,7 +80,9 @@ def gate_kernel(
         mask = (step < tokens - task * BT)[:, None] & (head < HEADS)[None, :]
         out = first * HEADS + step[:, None] * HEADS + head[None, :]
         a = tl.load(a_ptr + first * a_token + step[:, None] * a_token + head[None, :] * A_HEAD, mask=mask, other=0.0)
-        decay = log_decay(a.to(tl.float32), dt_bias[None, :], rate[None, :], softplus_beta, softplus_threshold)
+        decay = log_decay(
+            a.to(tl.float32), dt_bias[None, :], rate[None, :], softplus_beta, inverse_beta, softplus_threshold
+        )
         tl.store(g_ptr + out, decay, mask=mask)
         b = tl.load(b_ptr + first * b_token + step[:, None] * b_token + head[None, :] * B_HEAD, mask=mask, other=0.0)
         tl.store(beta_ptr + out, sigmoid(b.to(tl.float32)), mask=mask)
@@ -89,7 +92,8 @@ def gate_kernel(
     do_not_specialize=[
         "q_ptr", "k_ptr", "v_ptr", "g_ptr", "beta_ptr", "rate_ptr", "dt_ptr", "state_ptr", "o_ptr", "slots_ptr",
         "history_ptr", "accepted_ptr", "cu_ptr",
-        "rows", "tokens", "heads", "limit", "scale", "pad_slot_id", "softplus_beta", "softplus_threshold",
+        "rows", "tokens", "heads", "limit", "scale", "pad_slot_id",
+        "softplus_beta", "inverse_beta", "softplus_threshold",
         "q_row", "q_token", "q_head", "k_row", "k_token", "k_head", "v_row", "v_token", "v_head",
         "g_row", "g_token", "g_head", "beta_row", "beta_token", "beta_head", "rate_head", "dt_head",
         "slot_stride", "entry_stride", "head_stride", "entries",
@@ -117,6 +121,7 @@ def update_kernel(
     scale,
     pad_slot_id,
     softplus_beta,
+    inverse_beta,
     softplus_threshold,
     q_row,
     q_token,
@@ -269,13 +274,13 @@ def update_kernel(
                 g = tl.load(pg + at * g_token).to(tl.float32)
                 b = tl.load(pb + at * beta_token).to(tl.float32)
                 if GATED:
-                    g = log_decay(g, dt_bias, rate, softplus_beta, softplus_threshold)
+                    g = log_decay(g, dt_bias, rate, softplus_beta, inverse_beta, softplus_threshold)
                     b = sigmoid(b)
                 if NORMALISE:
-                    q = q * (scale / tl.sqrt(tl.sum(q * q, 0) + 1e-6))
-                    k = k * (1.0 / tl.sqrt(tl.sum(k * k, 0) + 1e-6))
-                else:
-                    q = q * scale
+                    # A vector divided by a scalar: the quotient of two scalars would go to the vector unit and back.
+                    q = q / tl.sqrt(tl.sum(q * q, 0) + 1e-6)
+                    k = k / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
+                q = q * scale
                 s = s * tl.exp(g)
                 if V_OUTER:
                     u = (v - tl.sum(s * k[None, :], 1)) * b

@@ -20,7 +20,12 @@ from torch import Tensor
 from dlinfer_ext.kernels.common.chunks import rank_counts
 from dlinfer_ext.kernels.common.state_pool import copy_states_, donor_rows, flatten_pool, ring_slot
 from dlinfer_ext.kernels.gated_delta_rule import chunk_eager, recurrent_eager, reference
-from dlinfer_ext.ops import gated_delta_gate, gated_delta_rule, gated_delta_rule_update
+from dlinfer_ext.ops import (
+    gated_delta_gate,
+    gated_delta_rule,
+    gated_delta_rule_update,
+    sigmoid_gating_delta_rule_update,
+)
 from dlinfer_ext.testing import DTYPES, TOLERANCE, HostRead, assert_close, guarded_pool, no_host_reads, rms_error
 
 NAN, INF = float("nan"), float("inf")
@@ -78,6 +83,22 @@ def make_inputs(
         g,
         gates.to(dtype)[..., :hv],
     )
+
+
+def make_gating(
+    lead: Sequence[int], dims: Dims = SMALL, dtype: torch.dtype = torch.float32, shift: float = 0.0
+) -> dict[str, Tensor]:
+    """Return a and b as views of one projection, and the parameters of the gates in types of their own."""
+    generator = torch.Generator().manual_seed(2)
+    wide = torch.randn(*lead, 2 * dims.HV + 3, generator=generator)
+    wide[..., dims.HV + 1 :] += shift
+    wide = wide.to(dtype)
+    return {
+        "a": wide[..., dims.HV + 1 : 2 * dims.HV + 1],
+        "b": wide[..., : dims.HV],
+        "neg_exp_A": -torch.rand(dims.HV, generator=generator),
+        "dt_bias": torch.randn(dims.HV, generator=generator).bfloat16(),
+    }
 
 
 def make_pool(
@@ -387,8 +408,12 @@ def check_update(
     dirty: float | None = None,
     pad_slot_id: int = -1,
     num_slots: int | None = None,
+    gating: dict[str, Any] | None = None,
 ) -> Tensor:
-    """Run a decode or verify step and the definition, under the host-read guard; compare as `check_prefill` does."""
+    """Run a decode or verify step and the definition, under the host-read guard; compare as `check_prefill` does.
+
+    With `gating` the step computes its gates; its entries are those of `make_gating` and options of the softplus.
+    """
     lead = [rows, steps] if lengths is None else [sum(lengths) + 1]
     x = make_inputs(lead, dims, dtype, gate)
     index = None if slots is None else torch.tensor(slots, dtype=torch.int32)
@@ -406,11 +431,17 @@ def check_update(
         "use_qk_l2norm": True,
         "pad_slot_id": pad_slot_id,
     }
-    copies = [y.clone() for y in x]
+    run, define, given = gated_delta_rule_update, reference.gated_delta_rule_update, x._asdict()
+    if gating is not None:
+        run, define = sigmoid_gating_delta_rule_update, reference.sigmoid_gating_delta_rule_update
+        shift = gating.pop("shift", 0.0)
+        given = {"q": x.q, "k": x.k, "v": x.v, **make_gating(lead, dims, dtype, shift)}
+        common |= gating
+    copies = {name: y.clone() for name, y in given.items()}
     with no_host_reads():
-        o = gated_delta_rule_update(*x, pool, **common)
-    want = reference.gated_delta_rule_update(*x, want_pool, **common)
-    assert all(torch.equal(a, b) for a, b in zip(x, copies, strict=True)), "an input was changed"
+        o = run(**given, state=pool, **common)
+    want = define(**given, state=want_pool, **common)
+    assert all(torch.equal(y, given[name]) for name, y in copies.items()), "an input was changed"
     assert o.dtype == dtype
     assert_close("o", o, want, TOLERANCE["delta_rule", dtype])
     changed: list[tuple[int, ...]] = []
@@ -668,6 +699,63 @@ def test_prefill_without_host_lengths_reads_them() -> None:
     common: dict[str, Any] = {"state_indices": ints(2, 0), "history_lens": ints(3, 0)}
     with pytest.raises(HostRead), no_host_reads():
         gated_delta_rule(*x, pool, cu_seqlens=offsets([1, 3]), **common)
+
+
+GATING_FORMS: dict[str, dict[str, Any]] = {
+    "decode": {"rows": 4, "steps": 1, "slots": [6, 0, -1, 3], "history": [9, 0, 4, 1]},
+    "decode-from-what-is-stored": {"rows": 3, "steps": 1},
+    "tokens": {"rows": 3, "steps": 3, "slots": [2, 0, 1], "history": [0, 3, 1]},
+    "ring-decode": {"rows": 4, "steps": 1, "slots": [6, 0, -1, 3], "history": [9, 0, 4, 1], "ring": 4},
+    "ring-verify": {"rows": 4, "steps": 4, "slots": [6, 0, -1, 3], "history": [9, 0, 4, -1], "ring": 4},
+    "table": {
+        "rows": 4, "steps": 2, "slots": [[1, 5, 7], [0, 2, 3], [4, -1, -1], [9, 8, 6]], "accepted": [3, 1, 1, 2],
+        "num_slots": 11,
+    },
+    "packed": {"rows": 4, "steps": 0, "lengths": [5, 0, 1, 7], "slots": [3, 1, -1, 0], "history": [0, 2, 1, 4]},
+    "packed-ring": {"rows": 4, "steps": 0, "lengths": [2, 0, 4, 1], "slots": [3, 1, -1, 0], "history": [0, 2, 1, 4],
+                    "ring": 4},
+    "packed-table": {"rows": 2, "steps": 0, "lengths": [3, 1], "slots": [[1, 5, 7], [0, 2, -1]], "accepted": [2, 2],
+                     "num_slots": 9},
+    "inf-left-in-fresh-slots": {"rows": 2, "steps": 2, "slots": [1, 0], "history": [0, 0], "dirty": INF},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", GATING_FORMS.values(), ids=GATING_FORMS.keys())
+@pytest.mark.parametrize("v_first", ORIENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_update_with_gating_matches_definition(form: dict[str, Any], v_first: bool, dtype: torch.dtype) -> None:
+    form = dict(form)
+    o = check_update(form.pop("rows"), form.pop("steps"), **form, v_first=v_first, dtype=dtype, gating={})
+    assert o.any()
+
+
+@pytest.mark.parametrize("shift", [-17.0, -80.0, 4.0, 30.0], ids=lambda n: f"a{n:+.0f}")
+def test_update_with_gating_holds_accuracy_over_the_softplus(shift: float) -> None:
+    check_update(3, 4, slots=[2, 0, 1], gating={"shift": shift})
+    check_update(3, 4, slots=[2, 0, 1], gating={"shift": shift, "softplus_beta": 2.0, "softplus_threshold": 5.0})
+
+
+def test_update_with_gating_equals_gates_then_update() -> None:
+    x, gating, (pool, _) = make_inputs([3, 2]), make_gating([3, 2]), make_pool(4)
+    two, slots = pool.clone(), ints(2, 0, 3)
+    o = sigmoid_gating_delta_rule_update(x.q, x.k, x.v, **gating, state=pool, state_indices=slots)
+    want = gated_delta_rule_update(x.q, x.k, x.v, *gated_delta_gate(**gating), two, state_indices=slots)
+    assert_close("o", o, want, FP32)
+    assert_close("state", pool, two, FP32)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF], ids=str)
+@pytest.mark.parametrize("name", ["q", "v", "a", "b"])
+def test_a_bad_row_with_gating_harms_no_other(name: str, bad: float) -> None:
+    x, (pool, _) = make_inputs([3, 2]), make_pool(3)
+    given = {"q": x.q, "k": x.k, "v": x.v, **make_gating([3, 2])}
+    clean = pool.clone()
+    want = sigmoid_gating_delta_rule_update(**given, state=clean)
+    given[name][1] = bad
+    o = sigmoid_gating_delta_rule_update(**given, state=pool)
+    for row in (0, 2):
+        assert torch.equal(o[row], want[row])
+        assert torch.equal(pool[row], clean[row])
 
 
 def test_gate_reads_nothing_and_takes_views() -> None:
