@@ -6,7 +6,7 @@ R and B numbers in the ids are the defects seen in peers' operators, each put as
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -87,7 +87,7 @@ def make_inputs(
 
 def make_gating(
     lead: Sequence[int], dims: Dims = SMALL, dtype: torch.dtype = torch.float32, shift: float = 0.0
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """Return a and b as views of one projection, and the parameters of the gates in types of their own."""
     generator = torch.Generator().manual_seed(2)
     wide = torch.randn(*lead, 2 * dims.HV + 3, generator=generator)
@@ -431,7 +431,9 @@ def check_update(
         "use_qk_l2norm": True,
         "pad_slot_id": pad_slot_id,
     }
-    run, define, given = gated_delta_rule_update, reference.gated_delta_rule_update, x._asdict()
+    given: dict[str, Any] = x._asdict()
+    run: Callable[..., Tensor] = gated_delta_rule_update
+    define: Callable[..., Tensor] = reference.gated_delta_rule_update
     if gating is not None:
         run, define = sigmoid_gating_delta_rule_update, reference.sigmoid_gating_delta_rule_update
         shift = gating.pop("shift", 0.0)
@@ -748,7 +750,7 @@ def test_update_with_gating_equals_gates_then_update() -> None:
 @pytest.mark.parametrize("name", ["q", "v", "a", "b"])
 def test_a_bad_row_with_gating_harms_no_other(name: str, bad: float) -> None:
     x, (pool, _) = make_inputs([3, 2]), make_pool(3)
-    given = {"q": x.q, "k": x.k, "v": x.v, **make_gating([3, 2])}
+    given: dict[str, Any] = {"q": x.q, "k": x.k, "v": x.v, **make_gating([3, 2])}
     clean = pool.clone()
     want = sigmoid_gating_delta_rule_update(**given, state=clean)
     given[name][1] = bad
