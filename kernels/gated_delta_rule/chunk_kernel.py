@@ -11,7 +11,7 @@ import triton.language as tl
 RUN_TIME = [
     "rows", "tokens", "scale", "pad_slot_id", "ring", "q_token", "q_head", "k_token", "k_head", "v_token", "v_head",
     "g_token", "g_head", "beta_token", "beta_head", "state_slot", "state_entry", "state_head",
-    "cu_step", "slot_step", "history_step",
+    "cu_step", "slot_step", "history_step", "value_heads", "group",
 ]  # fmt: skip
 POINTERS = [
     "q_ptr", "k_ptr", "v_ptr", "g_ptr", "beta_ptr", "o_ptr", "state_ptr", "cu_ptr", "slot_ptr", "history_ptr",
@@ -41,7 +41,7 @@ def _row(
 
 
 @triton.jit
-def _clear(out, lo, hi, first, HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+def _clear(out, lo, hi, first, value_heads, V: tl.constexpr, BV: tl.constexpr):
     """Zero BV columns of the tokens lo..hi."""
     step = tl.arange(0, 8)
     n = (hi - lo).to(tl.int32)
@@ -49,7 +49,7 @@ def _clear(out, lo, hi, first, HV: tl.constexpr, V: tl.constexpr, BV: tl.constex
         for c in range(0, BV, 16):
             ov = first + c + tl.arange(0, 16)
             mask = (step < n - t)[:, None] & (ov < V)[None, :]
-            place = out + (lo + t) * (HV * V) + step[:, None] * (HV * V) + ov[None, :]
+            place = out + (lo + t) * (value_heads * V) + step[:, None] * (value_heads * V) + ov[None, :]
             tl.store(place, tl.zeros((8, 16), out.dtype.element_ty), mask=mask)
 
 
@@ -84,9 +84,9 @@ def gdr_scan_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, o_ptr, state_ptr, cu_ptr, slot_ptr, history_ptr,
     rows, tokens, scale, pad_slot_id, ring,
     q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head,
-    state_slot, state_entry, state_head, cu_step, slot_step, history_step,
+    state_slot, state_entry, state_head, cu_step, slot_step, history_step, value_heads, group,
     Q_INNER: tl.constexpr, K_INNER: tl.constexpr, V_INNER: tl.constexpr, STATE_V: tl.constexpr, STATE_K: tl.constexpr,
-    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_HISTORY: tl.constexpr, L2NORM: tl.constexpr, V_FIRST: tl.constexpr,
 ):  # fmt: skip
     """One task: one row, one value head, BV columns of V, in four tiles [BV / 4, BK] (V_FIRST) or [BK, BV / 4].
@@ -98,9 +98,9 @@ def gdr_scan_kernel(
     LINE: tl.constexpr = STATE_V if V_FIRST else STATE_K
     COLUMN: tl.constexpr = STATE_K if V_FIRST else STATE_V
     blocks = tl.cdiv(V, BV)
-    for task in range(tl.program_id(0), (rows + 1) * HV * blocks, tl.num_programs(0)):
-        row = task // (HV * blocks)
-        hv = (task // blocks) % HV
+    for task in range(tl.program_id(0), (rows + 1) * value_heads * blocks, tl.num_programs(0)):
+        row = task // (value_heads * blocks)
+        hv = (task // blocks) % value_heads
         first = (task % blocks) * BV
         lo, hi, slot, history, live = _row(
             cu_ptr, slot_ptr, history_ptr, row, rows, tokens, pad_slot_id, cu_step, slot_step, history_step,
@@ -129,7 +129,7 @@ def gdr_scan_kernel(
                 s1 = _load_state(source, ok, ov1, mf, ov1 < V, LINE, COLUMN)
                 s2 = _load_state(source, ok, ov2, mf, ov2 < V, LINE, COLUMN)
                 s3 = _load_state(source, ok, ov3, mf, ov3 < V, LINE, COLUMN)
-            h = hv // GROUP
+            h = hv // group
             for t in range(lo, hi):
                 q = tl.load(q_ptr + t * q_token + h * q_head + ok * Q_INNER, mask=mk, other=0.0).to(tl.float32)
                 k = tl.load(k_ptr + t * k_token + h * k_head + ok * K_INNER, mask=mk, other=0.0).to(tl.float32)
@@ -140,7 +140,7 @@ def gdr_scan_kernel(
                     k = k / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
                 q = q * scale
                 v = v_ptr + t * v_token + hv * v_head
-                o = o_ptr + t * (HV * V) + hv * V
+                o = o_ptr + t * (value_heads * V) + hv * V
                 s0 = _advance(s0, q, k, decay, beta, v + ov0 * V_INNER, o + ov0, ov0 < V, AXIS)
                 s1 = _advance(s1, q, k, decay, beta, v + ov1 * V_INNER, o + ov1, ov1 < V, AXIS)
                 s2 = _advance(s2, q, k, decay, beta, v + ov2 * V_INNER, o + ov2, ov2 < V, AXIS)
@@ -156,7 +156,7 @@ def gdr_scan_kernel(
                 _store_state(target, s2, ok, ov2, mk, ov2 < V, LINE, COLUMN)
                 _store_state(target, s3, ok, ov3, mk, ov3 < V, LINE, COLUMN)
         else:
-            _clear(o_ptr + hv * V, lo, hi, first, HV, V, BV)
+            _clear(o_ptr + hv * V, lo, hi, first, value_heads, V, BV)
 
 
 @triton.jit
@@ -201,9 +201,9 @@ def gdr_dot_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, o_ptr, state_ptr, cu_ptr, slot_ptr, history_ptr,
     rows, tokens, scale, pad_slot_id, ring,
     q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head,
-    state_slot, state_entry, state_head, cu_step, slot_step, history_step,
+    state_slot, state_entry, state_head, cu_step, slot_step, history_step, value_heads, group,
     Q_INNER: tl.constexpr, K_INNER: tl.constexpr, V_INNER: tl.constexpr, STATE_V: tl.constexpr, STATE_K: tl.constexpr,
-    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_HISTORY: tl.constexpr, L2NORM: tl.constexpr, V_FIRST: tl.constexpr,
 ):  # fmt: skip
     """One task: one row, one value head, BV columns of V; chunks of BT tokens. See chunk_eager.py for the maths.
@@ -212,9 +212,9 @@ def gdr_dot_kernel(
     tokens are summed directly, never as a difference of two running sums: see `chunk_eager.segment_decay`.
     """
     blocks = tl.cdiv(V, BV)
-    for task in range(tl.program_id(0), (rows + 1) * HV * blocks, tl.num_programs(0)):
-        row = task // (HV * blocks)
-        hv = (task // blocks) % HV
+    for task in range(tl.program_id(0), (rows + 1) * value_heads * blocks, tl.num_programs(0)):
+        row = task // (value_heads * blocks)
+        hv = (task // blocks) % value_heads
         first = (task % blocks) * BV
         lo, hi, slot, history, live = _row(
             cu_ptr, slot_ptr, history_ptr, row, rows, tokens, pad_slot_id, cu_step, slot_step, history_step,
@@ -238,7 +238,7 @@ def gdr_dot_kernel(
             else:
                 inner = ok[:, None] * STATE_K + ov[None, :] * STATE_V
                 s = tl.load(source + inner, mask=(ok < stored)[:, None] & mv[None, :], other=0.0).to(tl.float32)
-            h = hv // GROUP
+            h = hv // group
             n = (hi - lo).to(tl.int32)
             for start in range(0, n, BT):
                 mt = oi < n - start
@@ -271,17 +271,16 @@ def gdr_dot_kernel(
                 until = tl.sum(tl.where((oi == BT - 1)[:, None], decay, 0.0), 0)
                 kept = tl.sum(tl.where(oi == BT - 1, since, 0.0), 0)
 
-                kt = tl.trans(k)
                 decay = decay * rk[None, :]
-                a = tl.where(low, _product(k, kt) * decay, 0.0) * (beta * rk)[:, None]
+                a = tl.where(low, _product(k32, tl.trans(k32)) * decay, 0.0) * (beta * rk)[:, None]
                 x = _unit_lower_inverse(tl.trans(a), BT, 16)
-                p = _product(q, kt) * decay * rq[:, None]
+                p = _product(q32, tl.trans(k32)) * decay * rq[:, None]
                 st = tl.trans(s) if V_FIRST else s
                 u = (v - _product(k32, st) * (since * rk)[:, None]) * beta[:, None]
                 u = _product(x, u)
                 o = _product(q32, st) * (since * rq)[:, None] + _product(p, u)
                 tl.store(
-                    out + base * (HV * V) + oi[:, None] * (HV * V) + ov[None, :], o.to(o_ptr.dtype.element_ty), mask=mtv
+                    out + base * (value_heads * V) + oi[:, None] * (value_heads * V) + ov[None, :], o.to(o_ptr.dtype.element_ty), mask=mtv
                 )
                 u = u * (until * rk)[:, None]
                 s = s * kept + (_product(tl.trans(u), k32) if V_FIRST else _product(tl.trans(k32), u))
@@ -290,4 +289,4 @@ def gdr_dot_kernel(
             else:
                 tl.store(target + inner, s.to(state_ptr.dtype.element_ty), mask=mk[:, None] & mv[None, :])
         else:
-            _clear(out, lo, hi, first, HV, V, BV)
+            _clear(out, lo, hi, first, value_heads, V, BV)

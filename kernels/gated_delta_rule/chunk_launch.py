@@ -68,10 +68,10 @@ def gated_delta_rule(
     strides = state.stride()
     entry, ring = (strides[1], state.shape[1]) if state.dim() == 5 else (0, 1)
     bk = max(next_power_of_2(keys), 16)
-    if soc.tile(_NAME, "dot", int(soc.direct_exchange)):
+    if soc.tile(_NAME, "dot", 0):
         kernel, cores = chunk_kernel.gdr_dot_kernel, soc.cube_cores
-        bv = min(max(next_power_of_2(values), 16), soc.tile(_NAME, "dot_values", 32))
-        chunk = soc.tile(_NAME, "dot_chunk", 32)
+        bv = min(max(next_power_of_2(values), 16), soc.tile(_NAME, "dot_values", 64))
+        chunk = soc.tile(_NAME, "dot_chunk", 16)
     else:
         kernel, cores, chunk = chunk_kernel.gdr_scan_kernel, soc.vector_cores, 1
         wide = state.dtype == torch.float32
@@ -84,9 +84,10 @@ def gated_delta_rule(
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *g.stride(), *beta.stride(), strides[0], entry, strides[-3],
         *(1 if x is None else x.stride(0) for x in (cu_seqlens, state_indices, history_lens)),
+        value_heads, value_heads // heads,
         Q_INNER=q.stride(2), K_INNER=k.stride(2), V_INNER=v.stride(2),
         STATE_V=strides[-2 if state_v_first else -1], STATE_K=strides[-1 if state_v_first else -2],
-        HV=value_heads, GROUP=value_heads // heads, K=keys, V=values, BK=bk, BV=bv, BT=chunk,
+        K=keys, V=values, BK=bk, BV=bv, BT=chunk,
         HAS_SLOTS=state_indices is not None, HAS_HISTORY=history_lens is not None, L2NORM=use_qk_l2norm,
         V_FIRST=state_v_first,
     )  # fmt: skip
