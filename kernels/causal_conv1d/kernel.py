@@ -28,7 +28,7 @@ BLOCK_POINTERS = tl.constexpr(3)
 
 # How the taps lie in memory.
 TAP_MAJOR = tl.constexpr(0)
-CHANNEL_MAJOR = tl.constexpr(1)
+INTERLEAVED = tl.constexpr(1)
 STRIDED = tl.constexpr(2)
 
 SEARCH = tl.constexpr(64)
@@ -54,14 +54,14 @@ def _store(pointer, value, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _tap(weight, w_tap, channel, w_channel, inside, INDEX: tl.constexpr, LAYOUT: tl.constexpr, EVEN: tl.constexpr):
-    return _load(weight + INDEX * w_tap + _offsets(channel, w_channel, LAYOUT == 0), inside, EVEN).to(tl.float32)
+def _tap(weight, w_tap, channel, w_channel, inside, TAP: tl.constexpr, WEIGHT: tl.constexpr, EVEN: tl.constexpr):
+    return _load(weight + TAP * w_tap + _offsets(channel, w_channel, WEIGHT == TAP_MAJOR), inside, EVEN)
 
 
 @triton.jit
-def _pick(tile, TAP: tl.constexpr, TAPS: tl.constexpr):
-    """Column TAP of [channels, TAPS]."""
-    return tl.sum(tl.where(tl.arange(0, TAPS)[None, :] == TAP, tile, 0.0), 1)
+def _deal(values, N: tl.constexpr):
+    """The N values with even and the N with odd numbers."""
+    return tl.split(tl.reshape(values, (N, 2)))
 
 
 @triton.jit
@@ -69,14 +69,14 @@ def _taps(
     weight,
     w_tap,
     w_channel,
-    channel,
-    inside,
+    start,
+    channels,
+    BLOCK: tl.constexpr,
     W: tl.constexpr,
-    TAPS: tl.constexpr,
     WEIGHT: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """v0 .. v7, fp32 [BLOCK]; those from W on are unused."""
+    """v0 .. v7, fp32 [BLOCK], of the channels from `start` on; those from W on are unused."""
     v0 = 0.0
     v1 = 0.0
     v2 = 0.0
@@ -85,30 +85,27 @@ def _taps(
     v5 = 0.0
     v6 = 0.0
     v7 = 0.0
-    if WEIGHT == CHANNEL_MAJOR:
-        # One contiguous tile; tap by tap each 32-byte block would be fetched W times.
-        tap = tl.arange(0, TAPS)
-        place = channel[:, None] * W + tap[None, :]
-        if EVEN and TAPS == W:
-            tile = tl.load(weight + place).to(tl.float32)
+    if WEIGHT == INTERLEAVED:
+        # Taken at once and dealt out: tap by tap, each block of 32 bytes would be fetched W times.
+        place = tl.arange(0, BLOCK * W)
+        values = _load(weight + start * W + place, place < (channels - start) * W, EVEN)
+        if W == 2:
+            v1, v0 = _deal(values, BLOCK)
+        elif W == 4:
+            even, odd = _deal(values, 2 * BLOCK)
+            v3, v1 = _deal(even, BLOCK)
+            v2, v0 = _deal(odd, BLOCK)
         else:
-            tile = tl.load(weight + place, mask=inside[:, None] & (tap[None, :] < W), other=0.0).to(tl.float32)
-        v0 = _pick(tile, W - 1, TAPS)
-        if W > 1:
-            v1 = _pick(tile, W - 2, TAPS)
-        if W > 2:
-            v2 = _pick(tile, W - 3, TAPS)
-        if W > 3:
-            v3 = _pick(tile, W - 4, TAPS)
-        if W > 4:
-            v4 = _pick(tile, W - 5, TAPS)
-        if W > 5:
-            v5 = _pick(tile, W - 6, TAPS)
-        if W > 6:
-            v6 = _pick(tile, W - 7, TAPS)
-        if W > 7:
-            v7 = _pick(tile, W - 8, TAPS)
+            even, odd = _deal(values, 4 * BLOCK)
+            fourth, second = _deal(even, 2 * BLOCK)
+            third, first = _deal(odd, 2 * BLOCK)
+            v7, v3 = _deal(fourth, BLOCK)
+            v6, v2 = _deal(third, BLOCK)
+            v5, v1 = _deal(second, BLOCK)
+            v4, v0 = _deal(first, BLOCK)
     else:
+        channel = start + tl.arange(0, BLOCK)
+        inside = channel < channels
         v0 = _tap(weight, w_tap, channel, w_channel, inside, W - 1, WEIGHT, EVEN)
         if W > 1:
             v1 = _tap(weight, w_tap, channel, w_channel, inside, W - 2, WEIGHT, EVEN)
@@ -124,6 +121,22 @@ def _taps(
             v6 = _tap(weight, w_tap, channel, w_channel, inside, W - 7, WEIGHT, EVEN)
         if W > 7:
             v7 = _tap(weight, w_tap, channel, w_channel, inside, W - 8, WEIGHT, EVEN)
+    # The registers keep fp32; what is dealt out is as stored, which takes half the buffer.
+    v0 = v0.to(tl.float32)
+    if W > 1:
+        v1 = v1.to(tl.float32)
+    if W > 2:
+        v2 = v2.to(tl.float32)
+    if W > 3:
+        v3 = v3.to(tl.float32)
+    if W > 4:
+        v4 = v4.to(tl.float32)
+    if W > 5:
+        v5 = v5.to(tl.float32)
+    if W > 6:
+        v6 = v6.to(tl.float32)
+    if W > 7:
+        v7 = v7.to(tl.float32)
     return v0, v1, v2, v3, v4, v5, v6, v7
 
 
@@ -415,7 +428,6 @@ def causal_conv1d_kernel(
     pad_slot_id,
     otherwise,
     W: tl.constexpr,
-    TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -464,7 +476,6 @@ def causal_conv1d_kernel(
         pad_slot_id: a slot number that means padding, as all < 0 do.
         otherwise: what `history` is without HISTORY.
         W: width, 1 to 8.
-        TAPS: power of two that is at least W.
         BLOCK: channels of a task.
         EVEN: whether BLOCK divides D.
         LAYOUT: LINEAR, RING, REWIND or COLUMNS.
@@ -474,7 +485,7 @@ def causal_conv1d_kernel(
         SILU: whether the output is activated.
         UNIFORM: whether all rows have `each` tokens.
         HISTORY: whether `history` is given.
-        WEIGHT: TAP_MAJOR, CHANNEL_MAJOR or STRIDED.
+        WEIGHT: TAP_MAJOR, INTERLEAVED (stride W, for W of 2, 4 or 8) or STRIDED.
         X_UNIT: whether x_channel is 1.
         BIAS_UNIT: whether b_channel is 1.
         POOL_UNIT: whether p_channel is 1.
@@ -482,7 +493,8 @@ def causal_conv1d_kernel(
     channel_blocks = tl.cdiv(channels, BLOCK)
     tasks = channel_blocks * tl.cdiv(tokens, run)
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        channel = (task % channel_blocks) * BLOCK + tl.arange(0, BLOCK)
+        first_channel = (task % channel_blocks) * BLOCK
+        channel = first_channel + tl.arange(0, BLOCK)
         inside = channel < channels
         low = (task // channel_blocks) * run
         high = tl.minimum(low + run, tokens)
@@ -491,7 +503,9 @@ def causal_conv1d_kernel(
             last_row = (high - 1) // each
         else:
             first_row, last_row = _find_rows(cu, rows, low, high - 1)
-        v0, v1, v2, v3, v4, v5, v6, v7 = _taps(weight, w_tap, w_channel, channel, inside, W, TAPS, WEIGHT, EVEN)
+        v0, v1, v2, v3, v4, v5, v6, v7 = _taps(
+            weight, w_tap, w_channel, first_channel, channels, BLOCK, W, WEIGHT, EVEN
+        )
         offset = 0.0
         if BIAS:
             offset = _load(bias + _offsets(channel, b_channel, BIAS_UNIT), inside, EVEN).to(tl.float32)

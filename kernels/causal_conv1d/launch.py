@@ -7,24 +7,26 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ..common.tiling import SoC, cdiv, core_grid, fit_block, next_power_of_2
+from ..common.tiling import SoC, cdiv, core_grid, fit_block
 from .kernel import causal_conv1d_kernel
 
 _LINEAR, _RING, _REWIND, _COLUMNS = range(4)
 _LAYOUTS: Final = {"linear": _LINEAR, "ring": _RING}
 _ROW_NUMBER, _INDEX, _FIRST_BLOCK, _BLOCK_POINTERS = range(4)
-_TAP_MAJOR, _CHANNEL_MAJOR, _STRIDED = range(3)
+_TAP_MAJOR, _INTERLEAVED, _STRIDED = range(3)
 
 # Blocks of channels to choose from; few, as each is a build.
-_BLOCKS: Final = (256, 1024)
+_BLOCKS: Final = (256, 512, 1024)
 # What a load or store costs beside its elements, in elements: a guess, as it was never measured on a card.
 _FIXED: Final = 512
 # How much of the traffic that cannot be avoided may come on top because runs load taps and history again.
-_EXTRA: Final = 0.04
-# Bytes of the unified buffer for one channel, for each tap and besides: taps and history in fp32, the history as it is
-# stored; what is loaded and stored, twice, and temporaries.
-_TAP_BYTES: Final = 12
-_CHANNEL_BYTES: Final = 48
+_EXTRA: Final = 0.06
+# Of the unified buffer; the rest is left to what the compiler adds.
+_SHARE: Final = 0.9
+# Bytes of the unified buffer for one channel and tap: the tap and the history in fp32, as they are stored, and as they
+# pass from one token to the next. What is not contiguous along the channels takes 32 bytes an element, several times.
+_TAP_BYTES: Final = 32
+_SCATTERED_BYTES: Final = 256
 
 
 class _Slots(NamedTuple):
@@ -181,14 +183,16 @@ def _launch(
     width = weight.shape[0]
     # The kernel writes every element: zeros for PAD rows and for tokens behind the last row.
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    block, run = _plan(tokens, channels, rows, each or cdiv(tokens, rows), width, soc)
     slot_stride, column_stride, state_stride = (0, 0, 1) if pool is None else pool.stride()
     tap_stride, weight_stride = weight.stride()
     kind = _STRIDED
     if weight_stride == 1 or channels == 1:
         kind = _TAP_MAJOR
-    elif weight_stride == width and (tap_stride == 1 or width == 1):
-        kind = _CHANNEL_MAJOR
+    elif weight_stride == width and tap_stride == 1 and width in (2, 4, 8):
+        kind = _INTERLEAVED
+    scattered = (kind == _STRIDED) + (channel_stride != 1) + (state_stride != 1)
+    widest = _widest(channels, weight, out if pool is None else pool, bias is not None, scattered, soc)
+    block, run = _plan(tokens, channels, rows, each or cdiv(tokens, rows), width, widest, soc)
     causal_conv1d_kernel[(core_grid(cdiv(channels, block) * cdiv(tokens, run), soc.vector_cores),)](
         x,
         weight,
@@ -220,7 +224,6 @@ def _launch(
         pad_slot_id,
         otherwise,
         W=width,
-        TAPS=next_power_of_2(width),
         BLOCK=block,
         EVEN=channels % block == 0,
         LAYOUT=layout,
@@ -238,7 +241,24 @@ def _launch(
     return out
 
 
-def _plan(tokens: int, channels: int, rows: int, each: int, width: int, soc: SoC) -> tuple[int, int]:
+def _widest(channels: int, weight: Tensor, pool: Tensor, has_bias: bool, scattered: int, soc: SoC) -> int:
+    """Return the most channels of a task.
+
+    Args:
+        channels: D.
+        weight: [W, D].
+        pool: what holds the history.
+        has_bias: whether there is one.
+        scattered: how many of x, weight and pool are not contiguous along the channels.
+        soc: the chip.
+    """
+    width = weight.shape[0]
+    per_tap = _TAP_BYTES + 4 * weight.element_size() + _SCATTERED_BYTES * scattered
+    per_channel = width * per_tap + 4 * pool.element_size() + 8 * has_bias
+    return fit_block(channels, per_channel, int(_SHARE * soc.ub_bytes), most=_BLOCKS[-1])
+
+
+def _plan(tokens: int, channels: int, rows: int, each: int, width: int, widest: int, soc: SoC) -> tuple[int, int]:
     """Return the channels and the packed tokens of a task.
 
     The cores get equal work if all rows live; larger blocks have fewer loads and stores, and longer runs load taps and
@@ -250,10 +270,10 @@ def _plan(tokens: int, channels: int, rows: int, each: int, width: int, soc: SoC
         rows: N.
         each: tokens of a row on average; a run is a multiple of it if it can be.
         width: W.
+        widest: the most channels.
         soc: the chip.
     """
-    bytes_per_channel = _TAP_BYTES * width + _CHANNEL_BYTES
-    widest = fit_block(channels, bytes_per_channel, soc.ub_bytes, least=64, most=_BLOCKS[-1])
+    widest = min(widest, soc.tile("causal_conv1d", "block", widest))
     blocks = sorted({min(block, widest) for block in _BLOCKS})
     again = 2 * width - 1
     runs = 1 + int(_EXTRA * 2 * (tokens + rows * (width - 1)) / again)
@@ -267,4 +287,4 @@ def _plan(tokens: int, channels: int, rows: int, each: int, width: int, soc: SoC
             cost = float(rounds * (run + again) * (block + _FIXED))
             if not best[1] or cost < best[0]:
                 best = cost, block, run
-    return soc.tile("causal_conv1d", "block", best[1]), best[2]
+    return best[1], best[2]
