@@ -30,11 +30,11 @@ def logit_statistics_kernel(
     BLOCK: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """Write one record for each part of the vocabulary of each position: largest logit, its first id, and a third value.
+    """Write one record for each part of the vocabulary of each position: largest logit, its first id, a third value.
 
-    That is the sum of exp(logit - largest) with SUM, and NaN if a logit of the part is NaN or +inf. Without SUM it is 1,
-    and 0 if a logit of the part is NaN or +inf. Each lane keeps its own largest logit over the blocks, so that lanes are
-    reduced once for a part. How a part is summed depends on the vocabulary alone, not on the batch.
+    That is the sum of exp(logit - largest) with SUM, and NaN if a logit of the part is NaN or +inf. Without SUM it is
+    1, and 0 if a logit of the part is NaN or +inf. Each lane keeps its own largest logit over the blocks, so that lanes
+    are reduced once for a part. How a part is summed depends on the vocabulary alone, not on the batch.
     """
     lane = tl.arange(0, BLOCK)
     slot = tl.arange(0, _RECORD)
@@ -200,8 +200,10 @@ def decide_kernel(
             greedy = 0
             if MIXED:
                 greedy = tl.load(greedy_ptr + request.to(tl.int64) * greedy_step).to(tl.int32)
+            # A gather reads its masked lanes too: they stay with the first draft's.
+            own = tl.where(live, n, 0)
             logit = tl.load(
-                logits_ptr + request.to(tl.int64) * logits_request + n * logits_draft + draft * logits_step,
+                logits_ptr + request.to(tl.int64) * logits_request + own * logits_draft + draft * logits_step,
                 mask=live,
                 other=float("-inf"),
             ).to(tl.float32)
@@ -214,7 +216,7 @@ def decide_kernel(
             p = tl.exp(logit - shift) / total
             if HAS_Q:
                 q = tl.load(
-                    q_ptr + request.to(tl.int64) * q_request + n * q_draft + draft * q_step, mask=live, other=0.0
+                    q_ptr + request.to(tl.int64) * q_request + own * q_draft + draft * q_step, mask=live, other=0.0
                 ).to(tl.float32)
                 taken = (q > 0.0) & (p > u * q)
             else:
