@@ -9,12 +9,14 @@ from .gated_delta_rule import (
 )
 from .gated_rms_norm import RMSNormGated, gated_rms_norm, rmsnorm_fn
 from .rejection_sampling import rejection_sample, unusable_positions, verify, verify_greedy
+from .state_pool import copy_slots, zero_slots
 
 __all__ = [
     "RMSNormGated",
     "causal_conv1d",
     "causal_conv1d_columns",
     "causal_conv1d_update",
+    "copy_slots",
     "gated_delta_gate",
     "gated_delta_rule",
     "gated_delta_rule_update",
@@ -25,4 +27,5 @@ __all__ = [
     "unusable_positions",
     "verify",
     "verify_greedy",
+    "zero_slots",
 ]

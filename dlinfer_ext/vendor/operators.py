@@ -8,6 +8,7 @@ FOLDERS: Final[dict[str, str]] = {
     "causal_conv1d": "causal_conv1d",
     "causal_conv1d_columns": "causal_conv1d",
     "causal_conv1d_update": "causal_conv1d",
+    "copy_slots": "state_pool",
     "gated_delta_gate": "gated_delta_rule",
     "gated_delta_rule": "gated_delta_rule",
     "gated_delta_rule_update": "gated_delta_rule",
@@ -15,6 +16,7 @@ FOLDERS: Final[dict[str, str]] = {
     "rejection_sample": "rejection_sampling",
     "rejection_sample_greedy": "rejection_sampling",
     "sigmoid_gating_delta_rule_update": "gated_delta_rule",
+    "zero_slots": "state_pool",
 }
 
 

@@ -235,6 +235,15 @@ CALLS: Mapping[str, Call] = {
         lambda: {"target_token_ids": ints([1, 2, 3], [4, 5, 6]), "draft_token_ids": ints([1, 2], [3, 4])},
         ("target_token_ids", "draft_token_ids"),
     ),
+    "zero_slots": Call(
+        ops.zero_slots, "zero_slots", lambda: {"pool": torch.randn(4, 3, 5), "slots": ints(3, -1, 1)}, ("pool", "slots")
+    ),
+    "copy_slots": Call(
+        ops.copy_slots,
+        "copy_slots",
+        lambda: {"pool": torch.randn(4, 3, 5), "source": ints(3, -1), "target": ints(1, 2)},
+        ("pool", "source", "target"),
+    ),
 }
 
 EACH = pytest.mark.parametrize("name", CALLS)
@@ -252,7 +261,7 @@ def refused(name: str, changed: Mapping[str, Any], error: type[Exception], arg: 
 
 
 def outputs(result: Any) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else list(result)
+    return [result] if isinstance(result, Tensor) else list(result or ())
 
 
 def operator_call(call: Call) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -309,7 +318,7 @@ def test_outputs_are_fresh_and_only_state_is_mutated(name: str) -> None:
     for out in outputs(call.function(**arguments)):
         out.zero_()
     changed = {n for n, b in before.items() if not torch.equal(arguments[n], b)}
-    assert changed <= {"conv_state", "state"}
+    assert changed <= {"conv_state", "state", "pool"}
 
 
 @EACH_TENSOR
@@ -339,7 +348,8 @@ def test_a_wrong_dtype_is_refused(name: str, arg: str) -> None:
         (n, a)
         for n, c in CALLS.items()
         for a in c.tensors
-        if a not in ("x", "q", "a", "target_logits") and (n, a) != ("rejection_sample_greedy", "draft_token_ids")
+        if a not in ("x", "q", "a", "target_logits", "pool")
+        and (n, a) != ("rejection_sample_greedy", "draft_token_ids")
     ],
 )
 def test_a_wrong_device_is_refused(name: str, arg: str) -> None:
