@@ -16,11 +16,13 @@ from typing import Any, Final
 
 # Address space of the compiler -> the name of the memory in the documentation.
 MEMORIES: Final = {"ub": "UB", "cbuf": "L1", "ca": "L0A", "cb": "L0B", "cc": "L0C"}
-_BYTES: Final = {
-    **dict.fromkeys(("i1", "i8", "ui8", "f8E4M3FN", "f8E5M2"), 1),
-    **dict.fromkeys(("i16", "ui16", "f16", "bf16"), 2),
-    **dict.fromkeys(("i32", "ui32", "f32"), 4),
-    **dict.fromkeys(("i64", "ui64", "f64", "index"), 8),
+# Masks are packed.
+_BITS: Final = {
+    "i1": 1,
+    **dict.fromkeys(("i8", "ui8", "f8E4M3FN", "f8E5M2"), 8),
+    **dict.fromkeys(("i16", "ui16", "f16", "bf16"), 16),
+    **dict.fromkeys(("i32", "ui32", "f32"), 32),
+    **dict.fromkeys(("i64", "ui64", "f64", "index"), 64),
 }
 
 
@@ -226,9 +228,9 @@ def _intrinsics(lines: list[str]) -> int:
 def _bytes(memref: str) -> int | None:
     """Return the size of a memref type, or None if it is known only at run time."""
     m = _SHAPE.match(memref)
-    if m is None or "?" in m[1] or m[2] not in _BYTES:
+    if m is None or "?" in m[1] or m[2] not in _BITS:
         return None
-    return math.prod(int(d) for d in m[1].split("x") if d) * _BYTES[m[2]]
+    return -(-math.prod(int(d) for d in m[1].split("x") if d) * _BITS[m[2]] // 8)
 
 
 def _split(types: str) -> list[str]:
@@ -281,7 +283,7 @@ class _Tally:
                 self.count["scalars"] += 1
                 name = "loaded" if m[1] == "load" else "stored"
                 shape = _SHAPE.match(m[2])
-                self.depths[name][depth] += _BYTES.get(shape[2] if shape else "", 0) * times
+                self.depths[name][depth] += _BITS.get(shape[2] if shape else "", 0) // 8 * times
             for word, name in _OPERATIONS.items():
                 self.count[name] += word in line
 

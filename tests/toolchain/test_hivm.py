@@ -60,6 +60,11 @@ def test_high_water_mark_of_each_memory() -> None:
     assert facts.core == "AIV"
 
 
+def test_masks_are_packed() -> None:
+    lines = ("%c64_i64 = arith.constant 64 : i64", f"%1 = hivm.hir.pointer_cast(%c64_i64) : {ub('16x256xi1')}")
+    assert hivm.read(module(function("k", *lines))).buffers == (hivm.Buffer("UB", 64 + 512, 196608),)
+
+
 def test_constants_of_a5_belong_to_their_function() -> None:
     vector = function(
         "mix_aiv", "%0 = llvm.mlir.constant(64 : i64) : i64", f"%1 = hivm.hir.pointer_cast(%0) : {ub('8xf32')}"
