@@ -6,6 +6,8 @@ import argparse
 import json
 from dataclasses import asdict, dataclass
 
+from ..targets import soc_names
+
 
 @dataclass(frozen=True)
 class Row:
@@ -27,6 +29,7 @@ class Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vendor", choices=("ascend", "cpu"), help="only this vendor")
+    parser.add_argument("--soc", choices=soc_names(), help="the routes of a chip instead, whatever this machine is")
     parser.epilog = "Exit code 1: an operator has no route that can serve."
 
 
@@ -54,7 +57,23 @@ def serving(vendor: str) -> list[Row]:
     return rows
 
 
+def run_for_soc(args: argparse.Namespace) -> int:
+    from ..vendor.ascend.table import route_table
+
+    entries = [entry for entries in route_table(args.soc).values() for entry in entries]
+    if args.json:
+        print(json.dumps([asdict(e) for e in entries], indent=2))
+    else:
+        from .tables import show
+
+        header = ("operator", f"route on {args.soc}", "able", "note")
+        show(header, ((e.operator, e.route, "yes" if e.able else "no", e.note) for e in entries))
+    return 0
+
+
 def run(args: argparse.Namespace) -> int:
+    if args.soc:
+        return run_for_soc(args)
     vendors = (args.vendor,) if args.vendor else ("ascend", "cpu")
     rows = [row for vendor in vendors for row in serving(vendor)]
     if args.json:

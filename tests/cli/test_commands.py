@@ -77,6 +77,20 @@ def test_ops_lists_every_operator_on_both_vendors(capsys: pytest.CaptureFixture[
     assert {(r["operator"], r["vendor"]) for r in rows} == {(o, v) for o in OPERATORS for v in ("ascend", "cpu")}
 
 
+@pytest.mark.parametrize(("soc", "able"), [("a2", {"triton", "eager"}), ("a3", {"triton", "eager"}),
+                                           ("a5", {"triton", "eager"}), ("310p", {"eager"})])  # fmt: skip
+def test_ops_shows_the_routes_of_a_chip(soc: str, able: set[str], capsys: pytest.CaptureFixture[str]) -> None:
+    from dlinfer_ext.ops._registry import OPERATORS
+
+    assert main(["ops", "--soc", soc, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {(r["operator"], r["route"]) for r in rows} == {
+        (o, r) for o in OPERATORS for r in ("fused", "triton", "eager")
+    }
+    assert {r["route"] for r in rows if r["able"]} == able
+    assert all(r["note"] for r in rows if not r["able"])
+
+
 @pytest.mark.parametrize("fault", ["", "taps_in_reverse_order", "recurrent_ring_slot_one_behind"])
 def test_verify_fails_with_a_fault(fault: str) -> None:
     plant = f"from tests.faults import plant; plant({fault!r}); " if fault else ""

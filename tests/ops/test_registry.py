@@ -7,13 +7,15 @@ import importlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import dlinfer_ext.ops  # noqa: F401  (declares the operators)
 from dlinfer_ext.ops import _registry
-from dlinfer_ext.ops._registry import Route, choose, chosen
+from dlinfer_ext.ops._registry import Choice, Route, choose, chosen
 
 TARGET = "dlinfer_ext.kernels.gated_rms_norm.eager:gated_rms_norm"
 EAGER = Route("eager", TARGET)
@@ -140,6 +142,45 @@ def test_a_vendor_binds_every_operator_and_each_target_exists(name: str, vendor:
 @pytest.mark.parametrize("vendor", ["cpu", "ascend"])
 def test_a_vendor_binds_no_unknown_operator(vendor: str) -> None:
     assert set(importlib.import_module(f"dlinfer_ext.vendor.{vendor}.bindings").ROUTES) == set(_registry.OPERATORS)
+
+
+def test_a_route_on_request_serves_only_if_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = Route("native", TARGET, on_request=True)
+    bind(monkeypatch, native, EAGER)
+    assert choose("op", "cpu") == Choice(EAGER, ())
+    monkeypatch.setenv("DLINFER_EXT_ROUTE", "native")
+    assert choose("op", "cpu") == Choice(native, ())
+
+
+def test_a_route_on_request_that_is_not_named_is_no_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    bind(monkeypatch, NO_TRITON, Route("native", TARGET, on_request=True))
+    with pytest.raises(RuntimeError, match=r"no route can serve on vendor cpu \(triton: Triton is not installed\)"):
+        choose("op", "cpu")
+
+
+def test_a_route_is_prepared_before_its_import_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+
+    def prepare() -> dict[str, Any]:
+        steps.append("prepared")
+        return {"soc": "a2"}
+
+    def load(name: str) -> Any:
+        steps.append(name)
+        return SimpleNamespace(launch=lambda x, *, soc: (x, soc))
+
+    bind(monkeypatch, Route("triton", "some.module:launch", prepare=prepare))
+    monkeypatch.setattr(importlib, "import_module", load)
+    assert [chosen("op", "cpu")(n) for n in (1, 2)] == [(1, "a2"), (2, "a2")]
+    assert steps == ["prepared", "some.module"]
+
+
+def test_choosing_a_route_prepares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare() -> dict[str, Any]:
+        raise AssertionError("a table of routes must not start a compiler")
+
+    bind(monkeypatch, Route("triton", TARGET, prepare=prepare))
+    assert choose("op", "cpu").route.name == "triton"
 
 
 @pytest.mark.parametrize("key", ["CPU", "PrivateUse1"])

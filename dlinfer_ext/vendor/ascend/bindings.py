@@ -8,9 +8,11 @@ from dlinfer_ext.ops._registry import Route
 
 from ..operators import FOLDERS, eager_form, kernel_form
 from . import soc
+from .fused import FUSED
 
 ROUTES: Final[dict[str, tuple[Route, ...]]] = {
     operator: (
+        *(entry.route() for entry in FUSED if entry.operator == operator),
         Route("triton", kernel_form(operator), soc.triton_missing, soc.given),
         Route("eager", eager_form(operator)),
     )

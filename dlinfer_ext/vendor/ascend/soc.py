@@ -36,15 +36,20 @@ def this_soc() -> SoC:
     )
 
 
+def no_triton(soc: SoC) -> str | None:
+    """Return why Triton kernels cannot be built for a chip, or None."""
+    return None if soc.triton else f"Triton has no {soc.arch} target"
+
+
 def triton_missing() -> str | None:
     """Return why Triton kernels cannot run here, or None."""
     try:
         soc = this_soc()
     except (RuntimeError, ValueError, ImportError, OSError) as error:
         return str(error)
-    if not soc.triton:
-        return f"Triton has no {soc.arch} target"
-    return None if find_spec("triton") is not None else "Triton is not installed: pip install triton-ascend"
+    if find_spec("triton") is None:
+        return no_triton(soc) or "Triton is not installed: pip install triton-ascend"
+    return no_triton(soc)
 
 
 def given() -> dict[str, SoC]:
