@@ -248,19 +248,15 @@ def gdr_dot_kernel(
                 from_q = q_ptr + base * q_token + h * q_head
                 from_k = k_ptr + base * k_token + h * k_head
                 from_v = v_ptr + base * v_token + hv * v_head
-                q = tl.load(from_q + oi[:, None] * q_token + ok[None, :] * Q_INNER, mask=mtk, other=0.0)
-                k = tl.load(from_k + oi[:, None] * k_token + ok[None, :] * K_INNER, mask=mtk, other=0.0)
+                q = tl.load(from_q + oi[:, None] * q_token + ok[None, :] * Q_INNER, mask=mtk, other=0.0).to(tl.float32)
+                k = tl.load(from_k + oi[:, None] * k_token + ok[None, :] * K_INNER, mask=mtk, other=0.0).to(tl.float32)
                 v = tl.load(from_v + oi[:, None] * v_token + ov[None, :] * V_INNER, mask=mtv, other=0.0)
-                v = v.to(tl.float32)
                 g = tl.load(g_ptr + base * g_token + hv * g_head + oi * g_token, mask=mt, other=0.0).to(tl.float32)
-                beta = tl.load(beta_ptr + base * beta_token + hv * beta_head + oi * beta_token, mask=mt, other=0.0).to(
-                    tl.float32
-                )
-                q32 = q.to(tl.float32)
-                k32 = k.to(tl.float32)
+                from_beta = beta_ptr + base * beta_token + hv * beta_head
+                beta = tl.load(from_beta + oi * beta_token, mask=mt, other=0.0).to(tl.float32)
                 if L2NORM:
-                    rq = scale / tl.sqrt(tl.sum(q32 * q32, 1) + 1e-6)
-                    rk = 1.0 / tl.sqrt(tl.sum(k32 * k32, 1) + 1e-6)
+                    rq = scale / tl.sqrt(tl.sum(q * q, 1) + 1e-6)
+                    rk = 1.0 / tl.sqrt(tl.sum(k * k, 1) + 1e-6)
                 else:
                     rq = tl.full((BT,), 1.0, tl.float32) * scale
                     rk = tl.full((BT,), 1.0, tl.float32)
@@ -272,18 +268,17 @@ def gdr_dot_kernel(
                 kept = tl.sum(tl.where(oi == BT - 1, since, 0.0), 0)
 
                 decay = decay * rk[None, :]
-                a = tl.where(low, _product(k32, tl.trans(k32)) * decay, 0.0) * (beta * rk)[:, None]
+                a = tl.where(low, _product(k, tl.trans(k)) * decay, 0.0) * (beta * rk)[:, None]
                 x = _unit_lower_inverse(tl.trans(a), BT, 16)
-                p = _product(q32, tl.trans(k32)) * decay * rq[:, None]
+                p = _product(q, tl.trans(k)) * decay * rq[:, None]
                 st = tl.trans(s) if V_FIRST else s
-                u = (v - _product(k32, st) * (since * rk)[:, None]) * beta[:, None]
+                u = (v.to(tl.float32) - _product(k, st) * (since * rk)[:, None]) * beta[:, None]
                 u = _product(x, u)
-                o = _product(q32, st) * (since * rq)[:, None] + _product(p, u)
-                tl.store(
-                    out + base * (value_heads * V) + oi[:, None] * (value_heads * V) + ov[None, :], o.to(o_ptr.dtype.element_ty), mask=mtv
-                )
+                o = _product(q, st) * (since * rq)[:, None] + _product(p, u)
+                to_o = out + base * (value_heads * V) + oi[:, None] * (value_heads * V) + ov[None, :]
+                tl.store(to_o, o.to(o_ptr.dtype.element_ty), mask=mtv)
                 u = u * (until * rk)[:, None]
-                s = s * kept + (_product(tl.trans(u), k32) if V_FIRST else _product(tl.trans(k32), u))
+                s = s * kept + (_product(tl.trans(u), k) if V_FIRST else _product(tl.trans(k), u))
             if V_FIRST:
                 tl.store(target + inner, s.to(state_ptr.dtype.element_ty), mask=mv[:, None] & mk[None, :])
             else:

@@ -1,0 +1,81 @@
+"""Case of the gated delta rule over packed prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from ...kernels.gated_delta_rule import reference
+from ...targets import Model
+from . import Case
+
+# Few tokens, since a token and head costs the counting build tens of milliseconds.
+_LENGTHS = (19, 13)
+# Beyond the lower bound a kernel may move this share of the tokens' bytes, q and k once more for each value head above
+# all. States do not enlarge it, so that a prompt of any length stays below 1.6 times its lower bound.
+_EXTRA = 0.6
+
+
+def _launch(**arguments: Any) -> Any:
+    """Call the launcher; its module imports Triton, which must not happen before a toolchain is chosen."""
+    return import_module("dlinfer_ext.kernels.gated_delta_rule.launch").gated_delta_rule(**arguments)
+
+
+def _definition(host_lengths: list[int], **arguments: Any) -> Any:
+    return reference.gated_delta_rule(**arguments)
+
+
+def _arguments(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> dict[str, Any]:
+    """Return one row that goes on and one that is fresh; q, k and v are views of one projection, as in the models."""
+    heads, value_heads, keys, values = sizes
+    generator = torch.Generator().manual_seed(0)
+    tokens, rows = sum(_LENGTHS), len(_LENGTHS)
+    widths = [heads * keys, heads * keys, value_heads * values]
+    q, k, v = torch.randn(tokens, sum(widths), generator=generator).to(dtype).split(widths, -1)
+    first, second = torch.randn(2, tokens, value_heads, generator=generator)
+    return {
+        "q": q.unflatten(-1, (heads, keys)),
+        "k": k.unflatten(-1, (heads, keys)),
+        "v": v.unflatten(-1, (value_heads, values)),
+        "g": -torch.nn.functional.softplus(first),
+        "beta": second.sigmoid(),
+        "state": torch.randn(rows + 1, value_heads, values, keys, generator=generator),
+        "cu_seqlens": torch.tensor([0, *_LENGTHS]).cumsum(0).int(),
+        "state_indices": torch.tensor([2, 0]),
+        "history_lens": torch.tensor([5, 0], dtype=torch.int32),
+        "scale": keys**-0.5,
+        "use_qk_l2norm": True,
+        "state_v_first": True,
+        "pad_slot_id": -1,
+        "host_lengths": list(_LENGTHS),
+    }
+
+
+def cases(model: Model, tp: int, dtype: torch.dtype) -> Iterator[Case]:
+    """Return the prefill of a gated delta rule model on one of `tp` ranks.
+
+    With heads divided over ranks, states are cut in blocks to fill the cores and q and k are read for each: no bound.
+    """
+    heads, value_heads, keys, values = model.heads // tp, model.value_heads // tp, model.key_dim, model.value_dim
+    tokens, rows = sum(_LENGTHS), len(_LENGTHS)
+    state = value_heads * keys * values * 4
+    out = tokens * value_heads * values * dtype.itemsize
+    inputs = tokens * (2 * heads * keys + value_heads * values) * dtype.itemsize + tokens * 2 * value_heads * 4
+    # Only the row that goes on reads its state.
+    read, written = inputs + state + 4 * (rows + 1) + (8 + 4) * rows, out + rows * state
+    yield Case(
+        "gated_delta_rule",
+        "prefill-" + "+".join(map(str, _LENGTHS)),
+        "delta_rule",
+        partial(_arguments, (heads, value_heads, keys, values), dtype),
+        _launch,
+        _definition,
+        read_bytes=read,
+        written_bytes=written,
+        mutated=("state",),
+        bytes_limit=1 + _EXTRA * (inputs + out) / (read + written) if tp == 1 else None,
+    )
