@@ -147,7 +147,7 @@ def binary(function: Callable[..., Array]) -> Callable[..., Any]:
 
 
 def comparison(function: Callable[..., Array]) -> Callable[..., Any]:
-    """Make a comparison of floating-point values."""
+    """Make a comparison; its result is a truth value."""
 
     def method(self: Any, lhs: Any, rhs: Any) -> Any:
         return stock.TensorHandle(function(widen(lhs), widen(rhs)), tl.int1)
@@ -195,6 +195,12 @@ class Builder(stock.InterpreterBuilder):  # type: ignore[misc]
     create_fcmpOLT, create_fcmpOGT = comparison(np.less), comparison(np.greater)
     create_fcmpOLE, create_fcmpOGE = comparison(np.less_equal), comparison(np.greater_equal)
     create_fcmpOEQ, create_fcmpUNE = comparison(np.equal), comparison(np.not_equal)
+    # The stock ones say that a truth value has the type of what was compared.
+    create_icmpSLT = create_icmpULT = comparison(np.less)
+    create_icmpSLE = create_icmpULE = comparison(np.less_equal)
+    create_icmpSGT = create_icmpUGT = comparison(np.greater)
+    create_icmpSGE = create_icmpUGE = comparison(np.greater_equal)
+    create_icmpEQ, create_icmpNE = comparison(np.equal), comparison(np.not_equal)
 
     get_int8, get_uint8 = constant(np.dtype(np.int8), tl.int8), constant(np.dtype(np.uint8), tl.uint8)
     get_int16, get_uint16 = constant(np.dtype(np.int16), tl.int16), constant(np.dtype(np.uint16), tl.uint16)
@@ -210,9 +216,7 @@ class Builder(stock.InterpreterBuilder):  # type: ignore[misc]
 
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
         source, target = scalar_type(src), dst_type.scalar
-        if source == target:
-            return stock.TensorHandle(src.data, target)
-        if tl.bfloat16 in (source, target):
+        if source != target and tl.bfloat16 in (source, target):
             return narrow(widen(src), target)
         return stock.TensorHandle(src.data.astype(numpy_type(dst_type)), target)
 

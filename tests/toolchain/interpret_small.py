@@ -116,6 +116,13 @@ def integer_sum_wraps(k: Any) -> bool:
 
 
 @check
+def truth_values_are_counted(k: Any) -> bool:
+    x = torch.tensor([5, -1, 0, 7, 9, 2, 3, 1], dtype=torch.int32)
+    k.count_below[(1,)](x, o := torch.empty(1, dtype=torch.int32), 4, B=8)
+    return o.item() == 5
+
+
+@check
 def division_rounds_towards_zero(k: Any) -> bool:
     a, b = torch.tensor([7, -7, 7, -7]), torch.tensor([2, 2, -2, -2])
     k.divide[(1,)](a, b, q := torch.empty_like(a), r := torch.empty_like(a), B=4)
@@ -222,6 +229,9 @@ def main() -> int:
     def truncate(values: Any) -> Any:
         return (values.astype("float32").view("uint32") >> 16).astype("uint16")
 
+    def relabel(self: Any, src: Any, dst_type: Any, signed: bool) -> Any:
+        return stock.TensorHandle(src.data, dst_type.scalar)
+
     planted = {
         "": [],
         "bf16 products of bit patterns": unmended("create_dot"),
@@ -229,6 +239,7 @@ def main() -> int:
         "bf16 sums of bit patterns": unmended("create_fadd"),
         "bf16 compared as bit patterns": unmended("create_fcmpOLT"),
         "casts of bit patterns": unmended("cast_impl"),
+        "integers called another type": [mock.patch.object(mends.Builder, "create_int_cast", relabel)],
         "Python's loop counter": [mock.patch.object(k, "_kernel_counter", range)],
         "no look at addresses": [mock.patch.object(mends.Memory, "check")],
         "a slot's size for its stride": [mock.patch.object(k, "read_slots", k.read_slots_as_if_dense)],

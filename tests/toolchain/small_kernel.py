@@ -55,6 +55,11 @@ def total(x, o, B: tl.constexpr):
 
 
 @triton.jit
+def count_below(x, o, bound, B: tl.constexpr):
+    tl.store(o, tl.sum((tl.load(x + tl.arange(0, B)) < bound).to(tl.int32), 0))
+
+
+@triton.jit
 def divide(a, b, quotient, rest, B: tl.constexpr):
     """Rounded towards zero, as the compiled form does."""
     i = tl.arange(0, B)

@@ -24,6 +24,7 @@ CAUGHT_BY = {
     "bf16 sums of bit patterns": {"bf16_sum_of_two"},
     "bf16 compared as bit patterns": {"bf16_comparison"},
     "casts of bit patterns": {"fp32_is_rounded_to_bf16", "integers_become_bf16"},
+    "integers called another type": {"integer_sum_wraps", "truth_values_are_counted"},
     "Python's loop counter": {"loop_counter_is_a_triton_integer"},
     "no look at addresses": {"reading_outside_is_refused", "writing_outside_is_refused"},
     "a slot's size for its stride": {"slots_of_a_strided_pool"},
