@@ -6,8 +6,8 @@ without.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final
 
@@ -36,6 +36,8 @@ class Case:
         written_bytes: every output and every addressed state row once.
         bytes_limit: how many times read_bytes + written_bytes the kernel may move; None: no bound is set.
         blocks_limit: the same with each run rounded out to blocks of 32 bytes.
+        counted: whether the counting build runs it; False for a case that would take it minutes and whose bytes a
+            smaller case bounds.
     """
 
     operator: str
@@ -49,7 +51,7 @@ class Case:
     mutated: tuple[str, ...] = ()
     bytes_limit: float | None = None
     blocks_limit: float | None = None
-    notes: Mapping[str, str] = field(default_factory=dict, hash=False)
+    counted: bool = True
 
     @property
     def lower_bound(self) -> int:

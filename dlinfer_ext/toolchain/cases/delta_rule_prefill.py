@@ -15,6 +15,7 @@ from . import Case
 
 # Few tokens, since a token and head costs the counting build tens of milliseconds.
 _LENGTHS = (19, 13)
+_LONG = (2048,)
 # Beyond the lower bound a kernel may move this share of the tokens' bytes, q and k once more for each value head above
 # all. States do not enlarge it, so that a prompt of any length stays below 1.6 times its lower bound.
 _EXTRA = 0.6
@@ -29,11 +30,11 @@ def _definition(host_lengths: list[int], **arguments: Any) -> Any:
     return reference.gated_delta_rule(**arguments)
 
 
-def _arguments(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> dict[str, Any]:
-    """Return one row that goes on and one that is fresh; q, k and v are views of one projection, as in the models."""
+def _arguments(sizes: tuple[int, int, int, int], dtype: torch.dtype, lengths: tuple[int, ...]) -> dict[str, Any]:
+    """Return rows that go on or are fresh in turn; q, k and v are views of one projection, as in the models."""
     heads, value_heads, keys, values = sizes
     generator = torch.Generator().manual_seed(0)
-    tokens, rows = sum(_LENGTHS), len(_LENGTHS)
+    tokens, rows = sum(lengths), len(lengths)
     widths = [heads * keys, heads * keys, value_heads * values]
     q, k, v = torch.randn(tokens, sum(widths), generator=generator).to(dtype).split(widths, -1)
     first, second = torch.randn(2, tokens, value_heads, generator=generator)
@@ -44,14 +45,14 @@ def _arguments(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> dict[str
         "g": -torch.nn.functional.softplus(first),
         "beta": second.sigmoid(),
         "state": torch.randn(rows + 1, value_heads, values, keys, generator=generator),
-        "cu_seqlens": torch.tensor([0, *_LENGTHS]).cumsum(0).int(),
-        "state_indices": torch.tensor([2, 0]),
-        "history_lens": torch.tensor([5, 0], dtype=torch.int32),
+        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int(),
+        "state_indices": torch.arange(rows, 0, -1),
+        "history_lens": 5 * (torch.arange(1, rows + 1, dtype=torch.int32) % 2),
         "scale": keys**-0.5,
         "use_qk_l2norm": True,
         "state_v_first": True,
         "pad_slot_id": -1,
-        "host_lengths": list(_LENGTHS),
+        "host_lengths": list(lengths),
     }
 
 
@@ -60,22 +61,25 @@ def cases(model: Model, tp: int, dtype: torch.dtype) -> Iterator[Case]:
 
     With heads divided over ranks, states are cut in blocks to fill the cores and q and k are read for each: no bound.
     """
-    heads, value_heads, keys, values = model.heads // tp, model.value_heads // tp, model.key_dim, model.value_dim
-    tokens, rows = sum(_LENGTHS), len(_LENGTHS)
-    state = value_heads * keys * values * 4
-    out = tokens * value_heads * values * dtype.itemsize
-    inputs = tokens * (2 * heads * keys + value_heads * values) * dtype.itemsize + tokens * 2 * value_heads * 4
-    # Only the row that goes on reads its state.
-    read, written = inputs + state + 4 * (rows + 1) + (8 + 4) * rows, out + rows * state
-    yield Case(
-        "gated_delta_rule",
-        "prefill-" + "+".join(map(str, _LENGTHS)),
-        "delta_rule",
-        partial(_arguments, (heads, value_heads, keys, values), dtype),
-        _launch,
-        _definition,
-        read_bytes=read,
-        written_bytes=written,
-        mutated=("state",),
-        bytes_limit=1 + _EXTRA * (inputs + out) / (read + written) if tp == 1 else None,
-    )
+    sizes = model.heads // tp, model.value_heads // tp, model.key_dim, model.value_dim
+    heads, value_heads, keys, values = sizes
+    for lengths, counted in ((_LENGTHS, True), (_LONG, False)):
+        tokens, rows = sum(lengths), len(lengths)
+        state = value_heads * keys * values * 4
+        out = tokens * value_heads * values * dtype.itemsize
+        inputs = tokens * (2 * heads * keys + value_heads * values) * dtype.itemsize + tokens * 2 * value_heads * 4
+        # Only rows that go on read their state.
+        read, written = inputs + (rows + 1) // 2 * state + 4 * (rows + 1) + (8 + 4) * rows, out + rows * state
+        yield Case(
+            "gated_delta_rule",
+            "prefill-" + "+".join(map(str, lengths)),
+            "delta_rule",
+            partial(_arguments, sizes, dtype, lengths),
+            _launch,
+            _definition,
+            read_bytes=read,
+            written_bytes=written,
+            mutated=("state",),
+            bytes_limit=1 + _EXTRA * (inputs + out) / (read + written) if tp == 1 and counted else None,
+            counted=counted,
+        )
