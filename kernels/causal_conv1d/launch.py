@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import torch
@@ -24,9 +25,10 @@ _EXTRA: Final = 0.06
 # Of the unified buffer; the rest is left to what the compiler adds.
 _SHARE: Final = 0.9
 # Bytes of the unified buffer for one channel and tap: the tap and the history in fp32, as they are stored, and as they
-# pass from one token to the next. What is not contiguous along the channels takes 32 bytes an element, several times.
+# pass from one token to the next. Where something is not contiguous along the channels, each element takes 32 bytes,
+# several times.
 _TAP_BYTES: Final = 32
-_SCATTERED_BYTES: Final = 256
+_SCATTERED_BYTES: Final = 352
 
 
 class _Slots(NamedTuple):
@@ -190,7 +192,7 @@ def _launch(
         kind = _TAP_MAJOR
     elif weight_stride == width and tap_stride == 1 and width in (2, 4, 8):
         kind = _INTERLEAVED
-    scattered = (kind == _STRIDED) + (channel_stride != 1) + (state_stride != 1)
+    scattered = kind == _STRIDED or channel_stride != 1 or state_stride != 1
     widest = _widest(channels, weight, out if pool is None else pool, bias is not None, scattered, soc)
     block, run = _plan(tokens, channels, rows, each or cdiv(tokens, rows), width, widest, soc)
     causal_conv1d_kernel[(core_grid(cdiv(channels, block) * cdiv(tokens, run), soc.vector_cores),)](
@@ -241,7 +243,7 @@ def _launch(
     return out
 
 
-def _widest(channels: int, weight: Tensor, pool: Tensor, has_bias: bool, scattered: int, soc: SoC) -> int:
+def _widest(channels: int, weight: Tensor, pool: Tensor, has_bias: bool, scattered: bool, soc: SoC) -> int:
     """Return the most channels of a task.
 
     Args:
@@ -249,7 +251,7 @@ def _widest(channels: int, weight: Tensor, pool: Tensor, has_bias: bool, scatter
         weight: [W, D].
         pool: what holds the history.
         has_bias: whether there is one.
-        scattered: how many of x, weight and pool are not contiguous along the channels.
+        scattered: whether x, weight or pool is not contiguous along the channels.
         soc: the chip.
     """
     width = weight.shape[0]
@@ -258,6 +260,8 @@ def _widest(channels: int, weight: Tensor, pool: Tensor, has_bias: bool, scatter
     return fit_block(channels, per_channel, int(_SHARE * soc.ub_bytes), most=_BLOCKS[-1])
 
 
+# Every layer of a step asks the same.
+@lru_cache(maxsize=256)
 def _plan(tokens: int, channels: int, rows: int, each: int, width: int, widest: int, soc: SoC) -> tuple[int, int]:
     """Return the channels and the packed tokens of a task.
 

@@ -18,7 +18,7 @@ PREFILL_TOKENS = 2048
 # Of a prompt's last chunk, two whole prompts, and a remainder shorter than the width.
 MIXED_ROWS = ((700, 4096), (1040, 0), (305, 0), (3, 2048))
 DECODE_LIMITS = (1.10, 1.20)
-PREFILL_LIMITS = (1.05, 1.10)
+PREFILL_LIMITS = (1.08, 1.10)
 
 
 def _definition(**arguments: Any) -> Tensor:
