@@ -58,15 +58,15 @@ def check(
     strength = strength if beta is None else beta.expand(tokens, value_heads)
     inner = (values, keys) if v_first else (keys, values)
     state = draw(rows + 1, *(() if ring is None else (ring,)), value_heads, *inner).to(pool)
-    inputs = [x.to(dtype) for x in (q, key, v)]
+    q, key, v = (x.to(dtype) for x in (q, key, v))
     want_state = state.double()
     # Every second entry of longer tensors: the index tensors have strides too.
     index = torch.arange(2 * rows, 0, -1, dtype=torch.int32)[::2] // 2
     past = (torch.arange(2 * rows) * 3 % 4)[::2]
     cu = torch.tensor([0, *lengths]).cumsum(0).repeat_interleave(2)[::2]
     common: dict[str, Any] = {"cu_seqlens": cu, "state_indices": index, "history_lens": past, "use_qk_l2norm": True}
-    o = gated_delta_rule(*inputs, gate, strength, state, **common, state_v_first=v_first, host_lengths=lengths)
-    want = reference.gated_delta_rule(*inputs, gate, strength, want_state, **common, state_v_first=v_first)
+    o = gated_delta_rule(q, key, v, gate, strength, state, **common, state_v_first=v_first, host_lengths=lengths)
+    want = reference.gated_delta_rule(q, key, v, gate, strength, want_state, **common, state_v_first=v_first)
     assert_close("o", o, want, TOLERANCE["delta_rule", dtype])
     assert_close("state", state, want_state, TOLERANCE["delta_rule", pool])
     assert not o[sum(lengths) :].any()
