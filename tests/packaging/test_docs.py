@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -20,6 +21,7 @@ from dlinfer_ext.framework.lmdeploy import contract
 from dlinfer_ext.framework.lmdeploy.patches import PATCHES
 from dlinfer_ext.ops import _registry
 from dlinfer_ext.testing import TOLERANCE
+from dlinfer_ext.toolchain import install
 from tests import faults
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -231,17 +233,18 @@ def test_following_the_page_adds_an_operator(tmp_path: Path) -> None:
             (copy / files[0]).write_text(body, encoding="utf-8")
         elif "__all__" in first:
             insert(files[0], "import rejection_sample, unusable_positions, verify, verify_greedy\n", body)
-            insert(files[0], '    "rmsnorm_fn",\n', '    "soft_cap",\n')
+            insert(files[0], '    "sigmoid_gating_delta_rule_update",\n', '    "soft_cap",\n')
         else:
-            where = {"CALLS": "Mapping[str, Call] = {\n", "ROUTES": "dict[str, tuple[Route, ...]]] = {\n"}
+            where = {"CALLS": "Mapping[str, Call] = {\n", "FOLDERS": "dict[str, str]] = {\n"}
             for file in files:
                 insert(file, where[first.split()[2]], body)
     insert("dlinfer_ext/cli/bench.py", "FAMILIES = (", '"cap", ')
+    insert("dlinfer_ext/toolchain/cases/__init__.py", "FAMILIES: Final = (", '"cap", ')
     insert(
         "kernels/README.md", "|---|---|---|---|---|---|---|\n", "| `soft_cap` | [soft_cap](soft_cap) | | | none | | |\n"
     )
 
-    touched = ["dlinfer_ext/ops", "dlinfer_ext/vendor", "dlinfer_ext/cli", "kernels/soft_cap", "tests/kernels"]
+    touched = ["dlinfer_ext", "kernels/soft_cap", "tests/kernels"]
     run([sys.executable, "-m", "ruff", "check", "--no-cache", *touched], copy)
     path = {"PYTHONPATH": str(copy)}
     assert "soft_cap" in run([sys.executable, "-m", "dlinfer_ext", "ops"], copy, path)
@@ -252,6 +255,13 @@ def test_following_the_page_adds_an_operator(tmp_path: Path) -> None:
     pytest_line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "soft_cap or table or vendor"]
     out = run([*pytest_line, *tests, tables], copy, path)
     assert int(re.findall(r"(\d+) passed", out)[-1]) >= 20, out
+    if install.missing() is not None:
+        pytest.skip(f"everything but the kernel was checked: {install.missing()}")
+    for route in ("interpret", "native"):
+        out = run([sys.executable, "-m", "pytest", "-q", "--route", route, tests[0]], copy, path)
+        assert int(re.findall(r"(\d+) passed", out)[-1]) >= 10, out
+    verify = ["-m", "dlinfer_ext", "verify", "--native", "--count", "--operator", "soft_cap", "--json"]
+    assert [r["held"] for r in json.loads(run([sys.executable, *verify], copy, path))] == [True, True]
 
 
 @pytest.mark.lmdeploy
