@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import is_hypothesis_test
 
 from dlinfer_ext import envs
 
@@ -22,6 +24,28 @@ KERNEL_ROUTES: Final = {
     "native": "dlinfer_ext.toolchain.native",
     "interpret": "dlinfer_ext.toolchain.interpreter",
 }
+# Beginnings of the ids of tests that take seconds when a kernel is interpreted; --route native runs them all. What is
+# left covers every operator, dtype, layout and form, and every reported fault but B105, a batch of 70,000 rows.
+LONG_INTERPRETED: Final = tuple(
+    f"tests/kernels/test_{beginning}"
+    for beginning in (
+        "causal_conv1d_faults.py::test_reported_fault[B105]",
+        *(f"causal_conv1d.py::test_chunks_equal_one_shot_at_every_split[{case}-" for case in
+          ("2-257", "4-63", "4-65", "4-257", "8-1", "8-63", "8-65", "8-257")),
+        "causal_conv1d.py::test_long_chunks_equal_one_shot",
+        "causal_conv1d.py::test_more_than_2_to_the_24_elements",
+        *(f"rejection_sampling.py::test_every_batch_size_matches_the_definition[{probs}-R55-B{batch}]"
+          for probs in ("draft-probs", "no-draft-probs") for batch in (40, 41, 50, 81)),
+        "rejection_sampling.py::test_greedy_rows_leave_sampling_rows_alone",
+        "rejection_sampling.py::test_nothing_is_read_on_the_host",
+        "rejection_sampling.py::test_draws_depend_on_seed_and_position_alone",
+        "rejection_sampling.py::test_a_nan_row_leaves_the_others_alone[B68-greedy]",
+        "rejection_sampling.py::test_a_batch_equals_its_requests_alone",
+        "rejection_sampling.py::test_what_is_emitted_is_distributed_as_the_target",
+    )
+)  # fmt: skip
+# Of the cases that hypothesis draws.
+EXAMPLES_INTERPRETED: Final = 12
 LEFT_OUT: Final[Counter[str]] = Counter()
 LAUNCHED: Final[Counter[str]] = Counter()
 
@@ -58,16 +82,37 @@ def _clean(monkeypatch: pytest.MonkeyPatch, route: str) -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
+def reason_to_leave_out(item: pytest.Item, route: str) -> str | None:
+    """Return why a test is not run on a route that launches kernels, or None."""
+    marker = item.get_closest_marker("eager_only")
+    if marker is not None:
+        return str(marker.kwargs["reason"])
+    if route == "interpret" and item.nodeid.startswith(LONG_INTERPRETED):
+        return "takes seconds when interpreted"
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--route") not in KERNEL_ROUTES:
+    route = config.getoption("--route")
+    if route not in KERNEL_ROUTES:
         return
-    left_out = [item for item in items if item.get_closest_marker("eager_only")]
-    for item in left_out:
-        marker = item.get_closest_marker("eager_only")
-        assert marker is not None
-        LEFT_OUT[marker.kwargs["reason"]] += 1
+    left_out = []
+    for item in items:
+        reason = reason_to_leave_out(item, route)
+        if reason is not None:
+            left_out.append(item)
+            LEFT_OUT[reason] += 1
+        elif route == "interpret" and is_hypothesis_test(getattr(item, "obj", None)):
+            draw_fewer_examples(item.obj)  # type: ignore[attr-defined]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+def draw_fewer_examples(test: Any) -> None:
+    """Bound the examples of a hypothesis test; its decorator outranks any profile, so it is changed in place."""
+    wanted = test._hypothesis_internal_use_settings
+    if wanted.max_examples > EXAMPLES_INTERPRETED:
+        test._hypothesis_internal_use_settings = hypothesis.settings(wanted, max_examples=EXAMPLES_INTERPRETED)
 
 
 def launches(route: str) -> dict[str, int]:

@@ -89,3 +89,11 @@ def test_without_the_toolchain_it_says_what_to_do(monkeypatch: pytest.MonkeyPatc
     assert "make toolchain" in (interpreter.missing() or "")
     with pytest.raises(RuntimeError, match="make toolchain"):
         interpreter.activate()
+
+
+def test_what_is_left_out_as_too_long_still_exists() -> None:
+    from tests.conftest import LONG_INTERPRETED
+
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", "tests/kernels")
+    ids = [line for line in done.stdout.splitlines() if "::" in line]
+    assert [b for b in LONG_INTERPRETED if not any(i.startswith(b) for i in ids)] == []
