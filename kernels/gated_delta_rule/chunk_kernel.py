@@ -1,7 +1,7 @@
 """Device code of the gated delta rule over packed prompts.
 
-`scan` keeps a block of a state in the unified buffer and takes a row token by token: it moves no byte twice but for q
-and k, and has no matrix product. See chunk_launch.py for which form is taken when.
+`gdr_scan_kernel` keeps a block of a state in the unified buffer and takes a row token by token: it moves no byte
+twice but for q and k, and has no matrix product. `gdr_dot_kernel` takes chunks of tokens. See chunk_launch.py for when.
 """
 
 import triton

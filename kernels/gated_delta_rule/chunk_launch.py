@@ -2,7 +2,9 @@
 
 Two forms. The scan keeps states in the unified buffer and takes token after token: vector work alone, and no byte more
 than the lower bound but for q and k. The dot form takes chunks of tokens with matrix products; where cube and vector
-cores exchange tiles through a workspace in global memory, that alone is many times the bytes of its inputs.
+cores exchange tiles through a workspace in global memory, that alone is many times the bytes of its inputs; where they
+do not, q and k are read for each block of V that leaves the buffer its tenth of slack. So the scan is taken unless a
+chip's tiles say "dot".
 """
 
 from __future__ import annotations
