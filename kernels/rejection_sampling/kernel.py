@@ -255,7 +255,11 @@ def _weights(
     BLOCK: tl.constexpr,
     HAS_Q: tl.constexpr,
 ):
-    """Return (p, max(p - q, 0)) of one block of a position; lanes beyond the vocabulary are 0."""
+    """Return (p, max(p - q, 0)) of one block of a position; lanes beyond the vocabulary are 0.
+
+    Without q the draft alone is left out of p, and both results are that. It never leaves nothing: a draft that is all
+    of p is accepted.
+    """
     lane = tl.arange(0, BLOCK)
     live = lane < vocab - start
     x = tl.load(logits_ptr + row + (start + lane) * logits_step, mask=live, other=float("-inf")).to(tl.float32)
@@ -266,7 +270,8 @@ def _weights(
         # A NaN stays, so that the sum tells of it.
         rest = tl.where(less <= 0.0, 0.0, less)
     else:
-        rest = tl.where(start + lane == draft, 0.0, p)
+        p = tl.where(start + lane == draft, 0.0, p)
+        rest = p
     return p, rest
 
 
@@ -291,7 +296,11 @@ def block_sums_kernel(
     BLOCK: tl.constexpr,
     HAS_Q: tl.constexpr,
 ):
-    """Write sums [requests, 2, parts * 8] of p and of max(p - q, 0) over the blocks of each position to draw from."""
+    """Write sums over the blocks of each position to draw from: of max(p - q, 0) and, with q, of p.
+
+    They are [requests, kinds of sum, parts * 8].
+    """
+    KINDS: tl.constexpr = 2 if HAS_Q else 1
     slot = tl.arange(0, _RECORD)
     for task in range(tl.program_id(0), requests * parts, tl.num_programs(0)):
         request = (task // parts).to(tl.int64)
@@ -304,19 +313,21 @@ def block_sums_kernel(
             draft = tl.load(decision + 3).to(tl.int32)
             row = request * logits_request + position.to(tl.int64) * logits_draft
             q_row = request * q_request + position.to(tl.int64) * q_draft
-            p_sums = tl.zeros((_RECORD,), dtype=tl.float32)
             rest_sums = tl.zeros((_RECORD,), dtype=tl.float32)
+            p_sums = tl.zeros((_RECORD,), dtype=tl.float32)
             blocks = tl.minimum(_RECORD, tl.cdiv(vocab, BLOCK) - part * _RECORD)
             for i in range(0, blocks):
                 p, rest = _weights(
                     logits_ptr, q_ptr, row, q_row, logits_step, q_step, (part * _RECORD + i) * BLOCK, vocab, top,
                     total, draft, BLOCK, HAS_Q,
                 )  # fmt: skip
-                p_sums = tl.where(slot == i, tl.sum(p, 0), p_sums)
                 rest_sums = tl.where(slot == i, tl.sum(rest, 0), rest_sums)
-            sums = sums_ptr + request * (2 * parts * _RECORD) + part * _RECORD + slot
-            tl.store(sums, p_sums)
-            tl.store(sums + parts * _RECORD, rest_sums)
+                if HAS_Q:
+                    p_sums = tl.where(slot == i, tl.sum(p, 0), p_sums)
+            sums = sums_ptr + request * (KINDS * parts * _RECORD) + part * _RECORD + slot
+            tl.store(sums, rest_sums)
+            if HAS_Q:
+                tl.store(sums + parts * _RECORD, p_sums)
 
 
 @triton.jit
@@ -362,6 +373,7 @@ def draw_kernel(
     HAS_Q: tl.constexpr,
 ):
     """Draw each rejected request's token: the block by running sums of the blocks, then the id inside the block."""
+    KINDS: tl.constexpr = 2 if HAS_Q else 1
     slot = tl.arange(0, _RECORD)
     block = tl.arange(0, BLOCKS)
     for task in range(tl.program_id(0), requests, tl.num_programs(0)):
@@ -373,13 +385,15 @@ def draw_kernel(
             total = tl.load(decision + 2)
             draft = tl.load(decision + 3).to(tl.int32)
             v = tl.load(decision + 4)
-            sums = sums_ptr + request * (2 * parts * _RECORD) + block
-            p_sums = tl.load(sums, mask=block < parts * _RECORD, other=0.0)
-            rest_sums = tl.load(sums + parts * _RECORD, mask=block < parts * _RECORD, other=0.0)
-            mass = tl.sum(rest_sums, 0)
-            # The difference is degenerate where its sum is 0, infinite or NaN; nothing is subtracted without a draft.
-            sound = (mass > 0.0) & (mass < float("inf")) & (draft >= 0)
-            weights = tl.where(sound, rest_sums, p_sums)
+            sums = sums_ptr + request * (KINDS * parts * _RECORD) + block
+            weights = tl.load(sums, mask=block < parts * _RECORD, other=0.0)
+            if HAS_Q:
+                # The difference is degenerate where its sum is 0, infinite or NaN; nothing is subtracted without a
+                # draft.
+                mass = tl.sum(weights, 0)
+                sound = (mass > 0.0) & (mass < float("inf")) & (draft >= 0)
+                p_sums = tl.load(sums + parts * _RECORD, mask=block < parts * _RECORD, other=0.0)
+                weights = tl.where(sound, weights, p_sums)
             running = tl.cumsum(weights, 0)
             threshold = v * tl.max(running, 0)
             chosen = _first_above(running, threshold, weights, BLOCKS)
@@ -390,7 +404,9 @@ def draw_kernel(
                 logits_ptr, q_ptr, row, q_row, logits_step, q_step, chosen * BLOCK, vocab, top, total, draft, BLOCK,
                 HAS_Q,
             )  # fmt: skip
-            weights = tl.where(sound, rest, p)
+            weights = rest
+            if HAS_Q:
+                weights = tl.where(sound, rest, p)
             token = chosen * BLOCK + _first_above(tl.cumsum(weights, 0), threshold - before, weights, BLOCK)
             value = (tl.zeros((_RECORD,), tl.int32) + token).to(tl.int64)
             tl.store(out_ptr + request * (drafts + 1) + position + slot, value, mask=slot < 1)

@@ -96,7 +96,9 @@ def rejection_sample(
         return outputs
     block = _block(vocab_size, _DRAWN)
     groups = cdiv(vocab_size, block * _RECORD)
-    sums = torch.empty((requests, 2, groups * _RECORD), dtype=torch.float32, device=device)
+    sums = torch.empty(
+        (requests, 1 if draft_probs is None else 2, groups * _RECORD), dtype=torch.float32, device=device
+    )
     block_sums_kernel[(core_grid(requests * groups, cores),)](
         target_logits, q, decisions, sums, requests, vocab_size, groups, *target_logits.stride(), *q_strides,
         BLOCK=block, HAS_Q=draft_probs is not None,

@@ -25,6 +25,7 @@ def cases(model: Model, tp: int, dtype: torch.dtype) -> Iterator[Case]:
     shape = (BATCH, model.drafts, model.vocab)
     yield _case("greedy", shape, dtype)
     yield _case("sampled", shape, dtype)
+    yield _case("mixed", shape, dtype)
     yield _from_ids(model)
 
 
@@ -34,9 +35,12 @@ def _ids(generator: torch.Generator, drafts: int, vocab: int) -> tuple[Tensor, T
 
 
 def _case(kind: str, shape: tuple[int, int, int], dtype: torch.dtype) -> Case:
-    """Return the case of `rejection_sample`: about three of four drafts are accepted, sampled or not."""
+    """Return the case of `rejection_sample`: about three of four drafts are accepted.
+
+    "greedy", "sampled" without draft probabilities, or "mixed": with them, and half of the requests greedy.
+    """
     _, drafts, vocab = shape
-    sampled = kind == "sampled"
+    sampled, mixed = kind != "greedy", kind == "mixed"
 
     def arguments() -> dict[str, Any]:
         generator = torch.Generator().manual_seed(drafts)
@@ -47,20 +51,21 @@ def _case(kind: str, shape: tuple[int, int, int], dtype: torch.dtype) -> Case:
             logits.masked_fill_(torch.rand(shape, generator=generator) > LIVE / vocab, float("-inf"))
         # Outweighs the other live ids threefold.
         likely = torch.randint(0, vocab, (BATCH, drafts), generator=generator)
-        wanted = draft if sampled else torch.where(likely % 4 > 0, draft, likely)
+        wanted = draft if kind == "sampled" else torch.where(likely % 4 > 0, draft, likely)
         logits.scatter_(-1, wanted[..., None], 5.5 if sampled else 14.0)
         return {
             "target_logits": logits.to(dtype),
             "draft_token_ids": draft,
             "bonus_token_ids": bonus,
             "uniform": torch.rand(BATCH, drafts, 2, generator=generator) if sampled else None,
-            "is_greedy": None,
-            "draft_probs": None,
+            "is_greedy": torch.arange(BATCH) % 2 == 0 if mixed else None,
+            "draft_probs": torch.softmax(logits * 0.75, -1) if mixed else None,
             "vocab_size": vocab,
         }
 
-    # A request that rejects a draft needs the logits there once more: their sum is known only after the first time.
-    again = 1 / drafts if sampled else 0.0
+    # A request that draws a token needs the logits there once more, as their sum is known only after the first time,
+    # and the draft probabilities (fp32) there. How many requests do is not known beforehand.
+    again = (1 + (4 / dtype.itemsize if mixed else 0)) / drafts if sampled else 0.0
     return Case(
         operator="rejection_sample",
         phase=f"{kind}-{BATCH}x{drafts}",
@@ -68,7 +73,7 @@ def _case(kind: str, shape: tuple[int, int, int], dtype: torch.dtype) -> Case:
         arguments=arguments,
         launch=launch.rejection_sample,
         definition=reference.rejection_sample,
-        read_bytes=BATCH * (drafts * vocab * dtype.itemsize + 8 * drafts + 8 + (8 * drafts if sampled else 0)),
+        read_bytes=BATCH * (drafts * (vocab * dtype.itemsize + (16 if sampled else 8)) + 8),
         written_bytes=8 * BATCH * (drafts + 3),
         bytes_limit=LIMIT + again,
         blocks_limit=LIMIT + again,
