@@ -233,7 +233,20 @@ def _compiled(
             at = f"{done} kernels, {time.monotonic() - start:.0f} s"
             print(f"[{at}] {row.operator} {row.phase} {row.kernel} {row.soc}: {status}", file=sys.stderr)
 
-    rows = run_matrix(args.soc, args.model, args.tp, args.dtype, args.cache, report)
+    def bytes_of(row: Row) -> tuple[int, int] | None:
+        """Return what the counting build counted for the row's case on this chip, if --count ran it.
+
+        What a kernel exchanges through a workspace is added for one trip of each program, the least it can be.
+        """
+        found = counted.get((row.model, row.tp, row.dtype, row.operator, row.phase))
+        if found is None or row.soc != args.soc[0] or not row.lower_bound:
+            return None
+        exchange = sum(row.build.facts.exchange) * row.programs if row.build.facts else 0
+        counts = (found.bytes_ratio, found.blocks_ratio)
+        moved, blocks = (round(ratio * row.lower_bound) + exchange for ratio in counts)
+        return moved, blocks
+
+    rows = run_matrix(args.soc, args.model, args.tp, args.dtype, args.cache, report, bytes_of=bytes_of)
     show(f"compiled to HIVM in {time.monotonic() - start:.0f} s", COLUMNS, (r.as_texts() for r in rows))
     if args.chart:
         from ..toolchain.chart import draw
