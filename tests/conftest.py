@@ -36,6 +36,8 @@ LONG_INTERPRETED: Final = tuple(
         "causal_conv1d.py::test_more_than_2_to_the_24_elements",
         *(f"rejection_sampling.py::test_every_batch_size_matches_the_definition[{probs}-R55-B{batch}]"
           for probs in ("draft-probs", "no-draft-probs") for batch in (40, 41, 50, 81)),
+        *(f"gated_delta_rule.py::test_prefill_at_every_split_equals_one_shot[{case}" for case in ("T20-ring3", "T70")),
+        "gated_delta_rule.py::test_prefill_faults_of_peers[KV-B48-many-documents]",
         "rejection_sampling.py::test_greedy_rows_leave_sampling_rows_alone",
         "rejection_sampling.py::test_nothing_is_read_on_the_host",
         "rejection_sampling.py::test_draws_depend_on_seed_and_position_alone",

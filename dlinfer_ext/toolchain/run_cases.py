@@ -21,10 +21,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ..forms import eager_form
 from ..kernels.common.tiling import SoC
 from ..targets import load_model
 from ..testing import TOLERANCE, rms_error
-from ..vendor.operators import eager_form
 from . import native
 from .cases import Case, cases
 from .count import Launch, counting

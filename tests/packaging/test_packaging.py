@@ -17,8 +17,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "dlinfer_ext"
-ROOMS = ("kernels", "ops", "vendor", "framework", "cli")  # a room may import those to its left and itself
-SHARED = ("envs", "version", "testing")  # beside the rooms; what they import is checked like the lowest room
+# A room may import those to its left and itself.
+ROOMS = ("kernels", "targets", "ops", "toolchain", "vendor", "framework", "cli")
+SHARED = ("envs", "version", "testing", "forms")  # beside the rooms; what they import is checked like the lowest room
 
 
 def run(code: str, *, cwd: Path, path: list[Path] | None = None, python: str = sys.executable) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from dlinfer_ext.forms import FOLDERS, eager_form, kernel_form
 from dlinfer_ext.ops._registry import Route
 
-from ..operators import FOLDERS, eager_form, kernel_form
 from . import soc
 from .fused import FUSED
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dlinfer_ext.forms import FOLDERS
 from dlinfer_ext.targets import load_soc
 
-from ..operators import FOLDERS
 from . import fused, soc
 
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from dlinfer_ext.forms import FOLDERS, eager_form, kernel_form
 from dlinfer_ext.ops._registry import Route
 from dlinfer_ext.toolchain import interpreter, native
-
-from ..operators import FOLDERS, eager_form, kernel_form
 
 ROUTES: Final[dict[str, tuple[Route, ...]]] = {
     operator: (
