@@ -15,7 +15,7 @@ from .kernel import gated_rms_norm_kernel, gated_rms_norm_wide_kernel
 _TILE_BYTES: Final = 32
 _FEWEST: Final = 16
 _LEAST_BLOCK: Final = 16
-_WIDE_BLOCK: Final = 512  # channels of a tile where a whole group is too long for one
+_WIDE_BLOCK: Final = 256  # channels of a tile where a whole group is too long for one
 
 
 def gated_rms_norm(
