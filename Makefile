@@ -16,11 +16,11 @@ PIP := $(BIN)/python -m pip install $(PIP_OPTIONS)
 export OMP_NUM_THREADS ?= 1
 export PIP_NO_WARN_SCRIPT_LOCATION = 1
 
-.PHONY: demo serve test test-ray toolchain verify verify-all lint types format bench clean help
+.PHONY: demo serve test test-ray test-interpret test-native toolchain verify verify-all lint types format bench clean help
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
 $(VENV)/.engine: requirements/engine.txt setup.py
 	@echo "[1/3] virtual environment in $(VENV)"
@@ -59,9 +59,15 @@ $(VENV)/.toolchain: $(VENV)/.dev dlinfer_ext/toolchain/requirements.txt
 
 toolchain: $(VENV)/.toolchain ## bring the Ascend compiler wheels, which need no card and no CANN
 
-test: $(VENV)/.toolchain ## all tests, the kernels interpreted and run natively on this CPU among them
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
-	$(BIN)/python -m pytest -n 2 --route interpret tests/kernels
+test: $(VENV)/.toolchain ## all tests but those of test-ray and verify; a part of them also on the interpreted kernels
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not toolchain"
+	$(BIN)/python -m pytest -n 2 -q --route interpret --at-most 6 tests/kernels
+
+test-interpret: $(VENV)/.toolchain ## all operator tests on the interpreted kernels
+	$(BIN)/python -m pytest -n 2 -q --route interpret tests/kernels
+
+test-native: $(VENV)/.toolchain ## all operator tests on the native kernels
+	$(BIN)/python -m pytest -n 2 -q --route native tests/kernels tests/ops
 
 test-ray: $(RAY)/.ray ## two ranks on LMDeploy's Ray executor
 	$(RAY)/bin/python -m pytest tests/e2e/test_ray.py
@@ -69,10 +75,13 @@ test-ray: $(RAY)/.ray ## two ranks on LMDeploy's Ray executor
 VERIFY := $(BIN)/python -m dlinfer_ext verify
 MODELS := qwen3_5-9b,qwen3_5-35b-a3b,qwen3_5-397b,glm-5.3-flash
 
-verify: $(VENV)/.toolchain ## kernels at a model's sizes: native results, counted bytes, HIVM for each chip
+verify: $(VENV)/.toolchain ## kernels without a card: native at a model's sizes, bytes counted, HIVM, LMDeploy on them
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m toolchain
+	$(BIN)/python -m pytest -n 2 -q --route native --at-most 40 tests/kernels
 	$(VERIFY) --native --count --soc a2,a3,a5 --model qwen3_5-9b --tp 1
+	$(VERIFY) --soc a2,a5 --model $(MODELS) --tp 8
 
-verify-all: $(VENV)/.toolchain ## every kernel, chip, model and tp to HIVM (40 minutes, seconds when repeated)
+verify-all: $(VENV)/.toolchain ## every kernel, chip, model and tp to HIVM (minutes, seconds when repeated)
 	$(VERIFY) --soc a2,a3,a5 --model $(MODELS) --tp 1,2,4,8
 
 lint: $(VENV)/.dev ## ruff

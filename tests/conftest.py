@@ -58,6 +58,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("eager", *KERNEL_ROUTES),
         help="the form of the operators that is tested, with DLINFER_EXT_STRICT=1; unset: the route of the vendor",
     )
+    parser.addoption(
+        "--at-most", type=int, metavar="N", help="of each test function only N cases, evenly spaced, always the same"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -94,7 +97,26 @@ def reason_to_leave_out(item: pytest.Item, route: str) -> str | None:
     return None
 
 
+def thinned(items: list[pytest.Item], most: int) -> list[pytest.Item]:
+    """Return at most `most` cases of each test function, evenly spaced and in order."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {id(c[i * len(c) // n]) for c in cases.values() for n in (min(most, len(c)),) for i in range(n)}
+    return [item for item in items if id(item) in kept]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    select_for_route(config, items)
+    most = config.getoption("--at-most")
+    if most is not None:
+        kept = thinned(items, most)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
+def select_for_route(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what a route that launches kernels does not run."""
     route = config.getoption("--route")
     if route not in KERNEL_ROUTES:
         return

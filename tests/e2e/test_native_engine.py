@@ -23,6 +23,7 @@ MISSING = native.missing()
 pytestmark = [
     pytest.mark.lmdeploy,
     pytest.mark.slow,
+    pytest.mark.toolchain,
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
     pytest.mark.xdist_group("ports"),
 ]

@@ -15,6 +15,8 @@ import pytest
 from dlinfer_ext.toolchain import aot, chart, install, matrix
 from dlinfer_ext.toolchain.hivm import Buffer, Facts
 
+pytestmark = pytest.mark.toolchain
+
 needs_toolchain = pytest.mark.skipif(install.missing() is not None, reason=f"{install.missing()}")
 CONTROLS = str(Path(__file__).with_name("control_kernel.py"))
 SOCS = ("a2", "a5")

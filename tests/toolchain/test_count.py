@@ -9,6 +9,8 @@ import pytest
 from dlinfer_ext.toolchain.instrument import UncountableError, instrument
 from tests.toolchain.native_process import needs_native, run
 
+pytestmark = pytest.mark.toolchain
+
 NAMES = (
     *("clean", "narrow_runs", "dropped_mask", "dropped_mask_in_a_larger_buffer", "slot_stride", "address_from_data"),
     *("same_bytes", "neighbours", "unfilled_padding", "leaked", "bounded"),

@@ -14,6 +14,8 @@ from dlinfer_ext import envs
 from dlinfer_ext.toolchain import install, native
 from tests.toolchain.native_process import needs_native, run
 
+pytestmark = pytest.mark.toolchain
+
 NAMES = (
     *("scaled", "rounding", "product", "maths", "grid", "specialised", "refused", "both_builds", "chips", "spawned"),
     *("checked", "timed"),
