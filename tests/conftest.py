@@ -44,6 +44,10 @@ LONG_INTERPRETED: Final = tuple(
         "rejection_sampling.py::test_a_nan_row_leaves_the_others_alone[B68-greedy]",
         "rejection_sampling.py::test_a_batch_equals_its_requests_alone",
         "rejection_sampling.py::test_what_is_emitted_is_distributed_as_the_target",
+        *(f"rejection_sampling_kernel.py::test_{name}" for name in
+          ("the_largest_logit_is_found_in_many_long_rows", "a_token_is_drawn_from_every_block",
+           "a_large_vocabulary_matches_the_definition", "a_drawn_token_follows_the_weights",
+           "a_request_is_the_same_in_any_batch_of_a_large_vocabulary")),
     )
 )  # fmt: skip
 # Of the cases that hypothesis draws.
