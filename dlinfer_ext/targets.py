@@ -13,7 +13,8 @@ from .kernels.common.tiling import SoC
 
 
 def _names(folder: str) -> tuple[str, ...]:
-    entries = files("dlinfer_ext").joinpath("configs", folder).iterdir()
+    place = files("dlinfer_ext").joinpath("configs", folder)
+    entries = place.iterdir() if place.is_dir() else ()
     return tuple(sorted(e.name.removesuffix(".json") for e in entries if e.name.endswith(".json")))
 
 
