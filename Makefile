@@ -61,7 +61,7 @@ toolchain: $(VENV)/.toolchain ## bring the Ascend compiler wheels, which need no
 
 test: $(VENV)/.toolchain ## all tests but those of test-ray and verify; a part of them also on the interpreted kernels
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not toolchain"
-	$(BIN)/python -m pytest -n 2 -q --route interpret --at-most 6 tests/kernels
+	$(BIN)/python -m pytest -n 2 -q --route interpret --at-most 4 tests/kernels
 
 test-interpret: $(VENV)/.toolchain ## all operator tests on the interpreted kernels
 	$(BIN)/python -m pytest -n 2 -q --route interpret tests/kernels
