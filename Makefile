@@ -77,7 +77,7 @@ MODELS := qwen3_5-9b,qwen3_5-35b-a3b,qwen3_5-397b,glm-5.3-flash
 
 verify: $(VENV)/.toolchain ## kernels without a card: native at a model's sizes, bytes counted, HIVM, LMDeploy on them
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m toolchain
-	$(BIN)/python -m pytest -n 2 -q --route native --at-most 40 tests/kernels
+	$(BIN)/python -m pytest -n 2 -q --route native --at-most 12 tests/kernels
 	$(VERIFY) --native --count --soc a2,a3,a5 --model qwen3_5-9b --tp 1
 	$(VERIFY) --soc a2,a5 --model $(MODELS) --tp 8
 
