@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final
+import importlib
+from collections.abc import Callable
+from typing import Any, Final
 
 FOLDERS: Final[dict[str, str]] = {
     "causal_conv1d": "causal_conv1d",
@@ -28,3 +30,10 @@ def eager_form(operator: str) -> str:
 def kernel_form(operator: str) -> str:
     """Return "module:function" of the launcher of the Triton kernel."""
     return f"dlinfer_ext.kernels.{FOLDERS[operator]}.launch:{operator}"
+
+
+def load(target: str) -> Callable[..., Any]:
+    """Import the function that "module:function" names."""
+    module, _, function = target.partition(":")
+    form: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return form

@@ -7,23 +7,23 @@ import pytest
 from dlinfer_ext.targets import load_model, load_soc, model_names, soc_names, soc_of_device
 
 KIB = 1024
-# cube cores, vector cores, UB, L1, L0A, L0B, L0C, Triton, registered operators, direct exchange of cube and vector
+# cube cores, vector cores, UB, L1, L0A, L0B, L0C, Triton, registered operators
 RECORDS = {
-    "310p": ("Ascend310P3", 8, 8, 256, 1024, 64, 64, 256, False, False, False),
-    "a2": ("Ascend910B3", 20, 40, 192, 512, 64, 64, 128, True, True, False),
-    "a3": ("Ascend910_9382", 24, 48, 192, 512, 64, 64, 128, True, True, False),
-    "a5": ("Ascend950PR_9589", 32, 64, 248, 512, 64, 64, 256, True, False, True),
+    "310p": ("Ascend310P3", 8, 8, 256, 1024, 64, 64, 256, False, False),
+    "a2": ("Ascend910B3", 20, 40, 192, 512, 64, 64, 128, True, True),
+    "a3": ("Ascend910_9382", 24, 48, 192, 512, 64, 64, 128, True, True),
+    "a5": ("Ascend950PR_9589", 32, 64, 248, 512, 64, 64, 256, True, False),
 }
 
 
 def test_every_chip_has_its_numbers() -> None:
     assert set(soc_names()) == set(RECORDS)
-    for name, (arch, cube, vector, ub, l1, l0a, l0b, l0c, triton, fused, direct) in RECORDS.items():
+    for name, (arch, cube, vector, ub, l1, l0a, l0b, l0c, triton, fused) in RECORDS.items():
         soc = load_soc(name)
         assert (soc.name, soc.arch, soc.cube_cores, soc.vector_cores) == (name, arch, cube, vector)
         sizes = (soc.ub_bytes, soc.l1_bytes, soc.l0a_bytes, soc.l0b_bytes, soc.l0c_bytes)
         assert sizes == tuple(n * KIB for n in (ub, l1, l0a, l0b, l0c))
-        assert (soc.triton, soc.fused, soc.direct_exchange) == (triton, fused, direct)
+        assert (soc.triton, soc.fused) == (triton, fused)
         assert soc.vector_cores % soc.cube_cores == 0
 
 

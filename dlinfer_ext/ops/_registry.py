@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 
 from .. import envs
+from ..forms import load
 
 logger = logging.getLogger("dlinfer_ext")
 
@@ -46,8 +47,7 @@ class Route:
 
     def load(self) -> Callable[..., Any]:
         given = self.prepare()
-        module, _, function = self.target.partition(":")
-        form: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        form = load(self.target)
         return functools.partial(form, **given) if given else form
 
 

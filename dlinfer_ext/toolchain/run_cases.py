@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..forms import eager_form
+from ..forms import eager_form, load
 from ..kernels.common.tiling import SoC
 from ..targets import load_model
 from ..testing import TOLERANCE, rms_error
@@ -164,7 +164,7 @@ def count_case(case: Case, soc: SoC) -> CountCheck:
 
 
 def time_case(case: Case, soc: SoC, eager: Callable[..., Any] | None = None, repeats: int = REPEATS) -> Timing:
-    """Time the native kernel and the eager form in turn.
+    """Time the native kernel and the eager form in turn, on one thread.
 
     Args:
         case: taken as it is; both forms mutate one set of arguments over and over.
@@ -173,7 +173,8 @@ def time_case(case: Case, soc: SoC, eager: Callable[..., Any] | None = None, rep
         repeats: calls of each, at least 20 for a figure that is quoted.
     """
     native.activate(soc.name)
-    form = eager or _function(eager_form(case.operator))
+    torch.set_num_threads(1)  # a native kernel has one
+    form = eager or load(eager_form(case.operator))
     arguments = case.arguments()
     forms: tuple[Callable[[], Any], Callable[[], Any]] = (
         lambda: case.launch(**arguments, soc=soc),
@@ -248,14 +249,6 @@ def _failed(record: type[Result], operator: str, phase: str, failure: str) -> Re
 
 def _tensors(out: Any) -> list[Tensor]:
     return [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(t, Tensor)]
-
-
-def _function(target: str) -> Callable[..., Any]:
-    from importlib import import_module
-
-    module, _, name = target.partition(":")
-    function: Callable[..., Any] = getattr(import_module(module), name)
-    return function
 
 
 def _main(kind: str, model: str, tp: str, dtype: str, soc: str, operator: str = "", skip: str = "0") -> None:

@@ -31,7 +31,6 @@ class SoC:
         l0c_bytes: its fp32 result.
         triton: whether Triton kernels can be built for it.
         fused: whether operators that a machine registers in torch.ops may be used on it.
-        direct_exchange: whether cube and vector cores exchange tiles without a workspace in global memory.
         tiles: measured choices, operator -> name -> value, from `configs/tiles`.
     """
 
@@ -46,7 +45,6 @@ class SoC:
     l0c_bytes: int
     triton: bool = True
     fused: bool = True
-    direct_exchange: bool = False
     tiles: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
 
     def tile(self, operator: str, name: str, default: int) -> int:

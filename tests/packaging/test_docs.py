@@ -21,7 +21,7 @@ from dlinfer_ext.framework.lmdeploy import contract
 from dlinfer_ext.framework.lmdeploy.patches import PATCHES
 from dlinfer_ext.ops import _registry
 from dlinfer_ext.testing import TOLERANCE
-from dlinfer_ext.toolchain import install
+from dlinfer_ext.toolchain import interpreter, native
 from tests import faults
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -255,9 +255,9 @@ def test_following_the_page_adds_an_operator(tmp_path: Path) -> None:
     pytest_line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "soft_cap or table or vendor"]
     out = run([*pytest_line, *tests, tables], copy, path)
     assert int(re.findall(r"(\d+) passed", out)[-1]) >= 20, out
-    if install.missing() is not None:
-        pytest.skip(f"everything but the kernel was checked: {install.missing()}")
-    for route in ("interpret", "native"):
+    for route, missing in (("interpret", interpreter.missing()), ("native", native.missing())):
+        if missing is not None:
+            pytest.skip(f"all but the kernel's {route} checks was done: {missing}")
         out = run([sys.executable, "-m", "pytest", "-q", "--route", route, tests[0]], copy, path)
         assert int(re.findall(r"(\d+) passed", out)[-1]) >= 10, out
     verify = ["-m", "dlinfer_ext", "verify", "--native", "--count", "--operator", "soft_cap", "--json"]

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from ...forms import kernel_form, load
 from ...targets import Model
 
 # One module for each, with `cases(model, tp, dtype)`.
@@ -57,6 +58,18 @@ class Case:
     def lower_bound(self) -> int:
         """Bytes that no kernel can do without."""
         return self.read_bytes + self.written_bytes
+
+
+def launcher(operator: str) -> Callable[..., Any]:
+    """Return the operator's launcher, imported when it is called.
+
+    Its module imports Triton, which must not happen before a toolchain is chosen.
+    """
+
+    def launch(**arguments: Any) -> Any:
+        return load(kernel_form(operator))(**arguments)
+
+    return launch
 
 
 def cases(model: Model, tp: int, dtype: torch.dtype) -> Iterator[Case]:

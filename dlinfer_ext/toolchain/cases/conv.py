@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.causal_conv1d import launch, reference
+from ...kernels.causal_conv1d import reference
 from ...targets import Model
-from . import Case
+from . import Case, launcher
 
 ROWS = 32
 PREFILL_TOKENS = 2048
@@ -88,7 +88,7 @@ def _packed(
         phase=phase,
         tolerance="conv",
         arguments=arguments,
-        launch=launch.causal_conv1d,
+        launch=launcher("causal_conv1d"),
         definition=_definition,
         read_bytes=sizes.bytes(tokens + sizes.width + history) + 4 * (len(rows) + 1) + (8 + 4) * len(rows),
         written_bytes=sizes.bytes(tokens + stored),
@@ -123,7 +123,7 @@ def _update(sizes: _Sizes, phase: str, each: int, layout: str) -> Case:
         phase=phase,
         tolerance="conv",
         arguments=arguments,
-        launch=launch.causal_conv1d_update,
+        launch=launcher("causal_conv1d_update"),
         definition=_update_definition,
         read_bytes=sizes.bytes(ROWS * (each + sizes.width - 1) + sizes.width)
         + (8 + (0 if layout == "linear" else 4)) * ROWS,

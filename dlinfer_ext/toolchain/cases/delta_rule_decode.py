@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,16 +11,11 @@ from torch import Tensor
 
 from ...kernels.gated_delta_rule import reference
 from ...targets import Model
-from . import Case
+from . import Case, launcher
 
 # A step reads q and k once for each block of value channels; all else once.
 _BYTES_LIMIT = 1.03
 _PREFILL_TOKENS = 2048
-
-
-def _launch(operator: str, **arguments: Any) -> Any:
-    """Call a launcher; its module imports Triton, which must not happen before a toolchain is chosen."""
-    return getattr(import_module("dlinfer_ext.kernels.gated_delta_rule.launch"), operator)(**arguments)
 
 
 def _arguments(
@@ -84,7 +78,7 @@ def _step(
         phase if ring is None else f"{phase}-ring",
         "delta_rule",
         partial(_arguments, rows, steps, ring, fused, sizes, dtype),
-        partial(_launch, operator),
+        launcher(operator),
         getattr(reference, operator),
         read_bytes=inputs + gates + rows * (row + 8 + 4),
         written_bytes=tokens * value_heads * values * dtype.itemsize + states * row,
@@ -113,7 +107,7 @@ def _gate(tokens: int, phase: str, heads: int, dtype: torch.dtype) -> Case:
         phase,
         "delta_rule",
         partial(_gate_arguments, tokens, heads, dtype),
-        partial(_launch, "gated_delta_gate"),
+        launcher("gated_delta_gate"),
         reference.gated_delta_gate,
         read_bytes=2 * tokens * heads * dtype.itemsize + heads * (4 + dtype.itemsize),
         written_bytes=2 * tokens * heads * 4,

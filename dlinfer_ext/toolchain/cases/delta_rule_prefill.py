@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from ...kernels.gated_delta_rule import reference
 from ...targets import Model
-from . import Case
+from . import Case, launcher
 
 # Few tokens, since a token and head costs the counting build tens of milliseconds.
 _LENGTHS = (19, 13)
@@ -19,11 +18,6 @@ _LONG = (2048,)
 # Beyond the lower bound a kernel may move this share of the tokens' bytes, q and k once more for each value head above
 # all. States do not enlarge it, so that a prompt of any length stays below 1.6 times its lower bound.
 _EXTRA = 0.6
-
-
-def _launch(**arguments: Any) -> Any:
-    """Call the launcher; its module imports Triton, which must not happen before a toolchain is chosen."""
-    return import_module("dlinfer_ext.kernels.gated_delta_rule.launch").gated_delta_rule(**arguments)
 
 
 def _definition(host_lengths: list[int], **arguments: Any) -> Any:
@@ -75,7 +69,7 @@ def cases(model: Model, tp: int, dtype: torch.dtype) -> Iterator[Case]:
             "prefill-" + "+".join(map(str, lengths)),
             "delta_rule",
             partial(_arguments, sizes, dtype, lengths),
-            _launch,
+            launcher("gated_delta_rule"),
             _definition,
             read_bytes=read,
             written_bytes=written,

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ...kernels.gated_rms_norm import launch, reference
+from ...kernels.gated_rms_norm import reference
 from ...targets import Model
-from . import Case
+from . import Case, launcher
 
 ROWS = 32
 PREFILL_TOKENS = 2048
@@ -49,7 +49,7 @@ def _case(phase: str, tokens: int, heads: int, hidden: int, activation: str, dty
         phase=phase,
         tolerance="norm",
         arguments=arguments,
-        launch=launch.gated_rms_norm,
+        launch=launcher("gated_rms_norm"),
         definition=reference.gated_rms_norm,
         read_bytes=2 * size + hidden * dtype.itemsize,
         written_bytes=size,

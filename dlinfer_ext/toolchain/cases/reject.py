@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.rejection_sampling import launch, reference
+from ...kernels.rejection_sampling import reference
 from ...targets import Model
-from . import Case
+from . import Case, launcher
 
 BATCH = 32
 LIVE = 50
@@ -71,7 +71,7 @@ def _case(kind: str, shape: tuple[int, int, int], dtype: torch.dtype) -> Case:
         phase=f"{kind}-{BATCH}x{drafts}",
         tolerance=None,
         arguments=arguments,
-        launch=launch.rejection_sample,
+        launch=launcher("rejection_sample"),
         definition=reference.rejection_sample,
         read_bytes=BATCH * (drafts * (vocab * dtype.itemsize + (16 if sampled else 8)) + 8),
         written_bytes=8 * BATCH * (drafts + 3),
@@ -92,7 +92,7 @@ def _from_ids(model: Model) -> Case:
         phase=f"greedy-ids-{BATCH}x{model.drafts}",
         tolerance=None,
         arguments=arguments,
-        launch=launch.rejection_sample_greedy,
+        launch=launcher("rejection_sample_greedy"),
         definition=_first_difference,
         read_bytes=8 * BATCH * (2 * model.drafts + 1),
         written_bytes=8 * BATCH * (model.drafts + 3),

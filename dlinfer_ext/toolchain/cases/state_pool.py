@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ...kernels.state_pool import launch, reference
+from ...kernels.state_pool import reference
 from ...targets import Model
-from . import Case
+from . import Case, launcher
 
 SLOTS = 4
 GAP = 64  # elements between the slots
@@ -45,7 +45,7 @@ def _case(operator: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) 
         phase=f"{name}-{SLOTS}",
         tolerance=None,
         arguments=arguments,
-        launch=launch.copy_slots if copied else launch.zero_slots,
+        launch=launcher(operator),
         definition=reference.copy_slots if copied else reference.zero_slots,
         read_bytes=size + 2 * SLOTS * 8 if copied else SLOTS * 8,
         written_bytes=size,
