@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Without options it runs the route that serves (see `ops`) on CPU tensors and compares output and state with "
         "reference.py in fp64: it says that the operators match the reference here, and nothing of a card. What the "
         "other checks prove and cannot prove: docs/en/verification.md. --native, --time and --count build for the "
-        "first chip of --soc, or a2. Exit code 1: something does not hold; 2: the compiler wheels are missing."
+        "first chip of --soc, or a2. Exit code 1: something does not hold; 2: the compiler wheels, or gcc, are missing."
     )
 
 
@@ -52,13 +52,14 @@ def _numbers(text: str) -> tuple[int, ...]:
 def run(args: argparse.Namespace) -> int:
     kernels = args.interpret or args.native or args.time or args.count or args.soc
     if args.install or kernels:
-        from ..toolchain import install
+        from ..toolchain import install, native
 
+        needed = native.missing if args.native or args.time or args.count else install.missing
         try:
             if args.install:
                 where = install.install()
                 print(f"compiler wheels in {where}", file=sys.stderr)
-            if kernels and (why := install.missing()) is not None:
+            if kernels and (why := needed()) is not None:
                 print(f"verify: {why}", file=sys.stderr)
                 return 2
         except RuntimeError as error:

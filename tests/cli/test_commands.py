@@ -144,3 +144,21 @@ def test_demo_fails_on_any_no(
 def test_demo_names_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--model", str(tmp_path)]) == 1
     assert "holds no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("check", ["--native", "--time", "--count"])
+def test_verify_names_a_missing_compiler(
+    check: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dlinfer_ext.toolchain.install.missing", lambda: None)
+    monkeypatch.setattr("dlinfer_ext.toolchain.install.c_compiler", lambda: None)
+    assert main(["verify", check]) == 2
+    assert "no C compiler: install gcc" in capsys.readouterr().err
+
+
+def test_verify_names_missing_wheels_and_what_brings_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DLINFER_EXT_TOOLCHAIN", str(tmp_path))
+    assert main(["verify", "--soc", "a2"]) == 2
+    assert "run `make toolchain`" in capsys.readouterr().err
