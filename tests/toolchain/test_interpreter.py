@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dlinfer_ext.toolchain import install, interpreter
+from dlinfer_ext.toolchain import install, interpreter, native
 
 ROOT = Path(__file__).parents[2]
 needs_toolchain = pytest.mark.skipif(install.missing() is not None, reason=str(install.missing()))
