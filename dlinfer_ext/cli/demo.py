@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from . import server as serve
+from ..e2e import server as serve
 
 CHECKPOINT = Path("examples/checkpoints/tiny_qwen3_5")
 MODEL = "tiny-qwen3.5"

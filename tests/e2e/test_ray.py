@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dlinfer_ext.cli.server import free_port
+from dlinfer_ext.e2e.server import free_port
 from tests.e2e import engine
 from tests.e2e.checkpoints import checkpoint, random_qwen3_5  # noqa: F401
 from tests.e2e.engine import PROMPTS, accepted, assert_identical, expected

@@ -14,7 +14,7 @@ import pytest
 from openai import BadRequestError, OpenAI
 from transformers import AutoTokenizer
 
-from dlinfer_ext.cli import server as serve
+from dlinfer_ext.e2e import server as serve
 from tests.e2e.engine import ROOT, expected
 
 pytestmark = [pytest.mark.lmdeploy, pytest.mark.xdist_group("ports")]

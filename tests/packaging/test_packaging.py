@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "dlinfer_ext"
 # A room may import those to its left and itself.
-ROOMS = ("kernels", "targets", "ops", "toolchain", "vendor", "framework", "cli")
+ROOMS = ("kernels", "targets", "ops", "toolchain", "vendor", "framework", "e2e", "cli")
 SHARED = ("envs", "version", "testing", "forms")  # beside the rooms; what they import is checked like the lowest room
 
 

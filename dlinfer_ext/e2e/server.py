@@ -1,4 +1,4 @@
-"""Start and stop the stock LMDeploy server on this CPU; used by `demo` and by the server tests."""
+"""Start and stop the stock LMDeploy server on this CPU; used by `demo`, `e2e` and the server tests."""
 
 from __future__ import annotations
 
