@@ -136,7 +136,7 @@ def test_demo_fails_on_any_no(
         return {"token_identical": identical, "accepted": accepted}
 
     monkeypatch.setattr(demo, "_ask", ask)
-    monkeypatch.setattr("dlinfer_ext.cli.server.serving", lambda *_: nullcontext(SimpleNamespace(url="")))
+    monkeypatch.setattr("dlinfer_ext.e2e.server.serving", lambda *_: nullcontext(SimpleNamespace(url="")))
     assert main(["demo", "--json", "--model", str(ROOT / demo.CHECKPOINT)]) == code
     assert json.loads(capsys.readouterr().out)["accepted"] == accepted
 
