@@ -76,4 +76,11 @@ TOOLCHAIN: Final = EnvVar(
     "share/dlinfer_ext/toolchain of this Python environment",
 )
 
-ALL: Final = (VENDOR, ROUTE, STRICT, CHECK, AUTOLOAD, CPU_DTYPE, CPU_MEMORY, TOOLCHAIN)
+COUNTERS: Final = EnvVar(
+    "DLINFER_EXT_COUNTERS",
+    "",
+    (),
+    "folder in which each process that ran a model leaves its counts and its verify steps; reads from the device",
+)
+
+ALL: Final = (VENDOR, ROUTE, STRICT, CHECK, AUTOLOAD, CPU_DTYPE, CPU_MEMORY, TOOLCHAIN, COUNTERS)

@@ -67,15 +67,18 @@ def run(
         "DLINFER_EXT_STRICT": "1",
         **(env or {}),
     }
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(scenario, file)
-        file.flush()
-        code, stdout, stderr = _run_group([sys.executable, "-m", "tests.e2e.run_pipeline", file.name], clean, timeout_s)
+    with tempfile.TemporaryDirectory(prefix="dlinfer_ext_e2e_") as folder:
+        file = Path(folder) / "scenario.json"
+        file.write_text(json.dumps(scenario), encoding="utf-8")
+        clean.setdefault("DLINFER_EXT_COUNTERS", str(Path(folder) / "counters"))
+        line = [sys.executable, "-m", "tests.e2e.run_pipeline", str(file)]
+        code, stdout, stderr = _run_group(line, clean, timeout_s)
     results = [line for line in stdout.splitlines() if line.startswith("RESULT ")]
     assert results, f"no result, exit code {code}:\n{stdout[-2000:]}\n{stderr[-6000:]}"
     result: dict[str, Any] = json.loads(results[-1].removeprefix("RESULT "))
-    if lose_worker or result["executor"] == "MPExecutor":  # its workers cannot be asked
+    if lose_worker:
         return result
+    assert result["workers"] or result["executor"] == "UniExecutor", "the workers left no record"
     for process in result["workers"] or [result]:
         assert process["counters"].get("causal_conv1d", 0) > 0, "our operators did not run"
     return result

@@ -1,7 +1,8 @@
 """Run one scenario through stock `lmdeploy.pipeline` in a process of its own, and print one JSON line.
 
 The part that serves is what a user writes: no import of this package before the answers are there. Faults for negative
-controls and the count of accepted drafts are put in from outside, by name.
+controls are put in from outside, by name. What ran, and how many drafts were accepted, is what every process of the
+engine records under DLINFER_EXT_COUNTERS.
 
 Usage: python -m tests.e2e.run_pipeline SCENARIO.json
 """
@@ -21,18 +22,16 @@ from typing import Any
 MARK = "RESULT "
 
 
-def count_accepted(histogram: Counter[int]) -> None:
-    """Count accepted drafts per verify step and row, at LMDeploy's own greedy rejection sampler."""
-    from lmdeploy.pytorch.backends.default import rejection_sampling as module
+def accepted(record: dict[str, Any]) -> dict[str, int]:
+    """Return how many rows of verify steps accepted how many drafts, from a record of counters.py."""
+    histogram = Counter(row[2] for row in record["verify_rows"])
+    return {str(n): times for n, times in sorted(histogram.items())}
 
-    original = module.torch_greedy_rejection_sample
 
-    def counting(target: Any, drafts: Any) -> Any:
-        out = original(target, drafts)
-        histogram.update(drafts.size(1) - int(r) for r in out[1].tolist())
-        return out
-
-    module.torch_greedy_rejection_sample = counting
+def left_behind() -> list[dict[str, Any]]:
+    """Return what the processes that have ended recorded, by rank."""
+    files = Path(os.environ["DLINFER_EXT_COUNTERS"]).glob("counters-*.json")
+    return sorted((json.loads(f.read_text(encoding="utf-8")) for f in files), key=lambda r: int(r["rank"]))
 
 
 def in_workers(pipe: Any, call: Callable[[Any], Any]) -> list[Any]:
@@ -46,16 +45,10 @@ def in_workers(pipe: Any, call: Callable[[Any], Any]) -> list[Any]:
     return results
 
 
-def watch(worker: Any) -> None:
-    worker.accepted = Counter()
-    count_accepted(worker.accepted)
-
-
-def report(worker: Any) -> dict[str, Any]:
+def report(_: Any) -> dict[str, Any]:
     from dlinfer_ext.framework.lmdeploy import counters, status
 
-    accepted = {str(k): v for k, v in sorted(worker.accepted.items())}
-    return {"counters": counters.snapshot(), "status": status(), "accepted": accepted}
+    return {**counters.record(), "status": status()}
 
 
 def lose_worker(pipe: Any, prompt: str, config: Any) -> list[dict[str, Any]]:
@@ -80,8 +73,6 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     from lmdeploy import GenerationConfig, PytorchEngineConfig, pipeline
     from lmdeploy.messages import SpeculativeConfig
 
-    histogram: Counter[int] = Counter()
-    count_accepted(histogram)
     if scenario.get("fault"):
         from tests.faults import plant
 
@@ -109,25 +100,25 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     )
     outputs: list[Any] = []
     with pipe:
-        in_workers(pipe, watch)
         if scenario.get("lose_worker"):
             return {"ends": lose_worker(pipe, scenario["batches"][0][0], config)}
         for batch in scenario["batches"]:
             outputs += pipe(batch, gen_config=config, do_preprocess=False)
         workers = in_workers(pipe, report)
         executor = type(pipe.async_engine.engine.executor).__name__
-    from dlinfer_ext.framework.lmdeploy import counters, status
-
+    own = report(None)
+    if executor == "MPExecutor":  # its workers cannot be asked; they have left their records
+        workers = left_behind()
     return {
         "tokens": [o.token_ids for o in outputs],
         "finish": [o.finish_reason for o in outputs],
         "cached_tokens": [o.cached_tokens for o in outputs],
         "top_logits": [o.logprobs for o in outputs],
-        "accepted": workers[0]["accepted"] if workers else {str(k): v for k, v in sorted(histogram.items())},
+        "accepted": accepted((workers or [own])[0]),
         "executor": executor,
-        "workers": workers,
-        "counters": counters.snapshot(),
-        "status": status(),
+        "workers": [{k: v for k, v in w.items() if k != "verify_rows"} for w in workers],
+        "counters": own["counters"],
+        "status": own["status"],
     }
 
 

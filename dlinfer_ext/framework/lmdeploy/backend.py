@@ -1,4 +1,4 @@
-"""LMDeploy's Ascend backend with our operators behind its gated-delta specs."""
+"""LMDeploy's Ascend backend with our operators behind its specs for gated delta models, verification and sampling."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from typing import Any
 from lmdeploy.pytorch.backends.causal_conv1d import CausalConv1dBuildSpec
 from lmdeploy.pytorch.backends.dlinfer.ascend.op_backend import AscendOpsBackend
 from lmdeploy.pytorch.backends.gated_delta_rule import GatedDeltaMetaBuildSpec, GatedDeltaRuleBuildSpec
+from lmdeploy.pytorch.backends.multinomial_sampling import MultinomialSamplingBuildSpec
+from lmdeploy.pytorch.backends.rejection_sampling import RejectionSamplingBuildSpec
 
 from .gated_delta import CausalConv1d, GatedDeltaMetadataBuilder, GatedDeltaRule
+from .rejection_sampling import RejectionSampling
+from .seeds import MultinomialSampling
 
 _IMPLEMENTATIONS = {
     GatedDeltaMetaBuildSpec: GatedDeltaMetadataBuilder,
     GatedDeltaRuleBuildSpec: GatedDeltaRule,
     CausalConv1dBuildSpec: CausalConv1d,
+    RejectionSamplingBuildSpec: RejectionSampling,
+    MultinomialSamplingBuildSpec: MultinomialSampling,
 }
 
 

@@ -30,7 +30,7 @@ class Seam:
     """One function, class or set of fields of the host.
 
     Attributes:
-        hook: the hook it belongs to (H1 … H11, docs/en/hosts.md).
+        hook: the hook it belongs to (H1 … H12, docs/en/hosts.md).
         module: dotted module name.
         name: qualified name in it.
         parameters: the parameter names in order for a function ("*" and "**" included), the annotated fields needed
@@ -92,6 +92,29 @@ SEAMS: Final = (
         "CausalConv1dImpl.forward",
         _names("self x weight bias conv_state gated_delta_meta activation"),
         "the convolution's call form",
+    ),
+    Seam("H3", f"{BACKENDS}.rejection_sampling", "RejectionSamplingBuildSpec", None, "answered with our sampler"),
+    Seam(
+        "H3",
+        f"{BACKENDS}.rejection_sampling",
+        "RejectionSamplingImpl.forward_greedy",
+        _names("self target_token_ids draft_token_ids"),
+        "the sampler's call form for a greedy batch",
+    ),
+    Seam(
+        "H3",
+        f"{BACKENDS}.rejection_sampling",
+        "RejectionSamplingImpl.forward",
+        _names("self target_logits draft_token_ids bonus_token_ids * is_greedy draft_probs"),
+        "the sampler's call form",
+    ),
+    Seam("H3", f"{BACKENDS}.multinomial_sampling", "MultinomialSamplingBuildSpec", None, "answered with our draw"),
+    Seam(
+        "H3",
+        f"{BACKENDS}.multinomial_sampling",
+        "MultinomialSamplingImpl.forward",
+        _names("scores seeds offsets indices"),
+        "the draw's call form",
     ),
     Seam(
         "H4",
@@ -184,6 +207,27 @@ SEAMS: Final = (
         "ZMQMPEngine._mp_proc",
         _names("shared_dict condition model_path engine_config log_level speculative_config **kwargs"),
         "wrapped: the engine process outlives the manager it publishes its port through",
+    ),
+    Seam(
+        "H12",
+        "lmdeploy.pytorch.spec_decode.spec_agent",
+        "SpecModelAgent._rejection_sampling",
+        _names("self model_inputs extra_inputs sampling_inputs"),
+        "wrapped: the offset of a draw is the position of its token",
+    ),
+    Seam(
+        "H12",
+        "lmdeploy.pytorch.spec_decode.reject_sampler",
+        "RejectionSampler.forward",
+        _names("self target_logits draft_token_ids expanded_sampling_inputs draft_probs"),
+        "wrapped: hands seeds and offsets to our sampler",
+    ),
+    Seam(
+        "H12",
+        "lmdeploy.pytorch.engine.logits_process",
+        "SamplingInputs",
+        _names("random_seeds random_offsets"),
+        "fields read and replaced",
     ),
 )
 

@@ -80,6 +80,12 @@ def _model_names(module: Any) -> str:
     return "build_rmsnorm_gated and GatedDeltaMeta are dlinfer_ext's"
 
 
+def _seeds(module: Any) -> str:
+    from .seeds import patch_spec_agent
+
+    return patch_spec_agent(module)
+
+
 def _cpu(name: str) -> Apply:
     def apply(module: Any) -> str:
         from . import cpu_host
@@ -143,6 +149,14 @@ PATCHES: Final = (
         processes.patch_engine_start,
         "the server now and then ends at start with EOFError in mp_engine_proc",
         "LMDeploy keeps the manager until the engine process has left its condition",
+    ),
+    Patch(
+        "H12",
+        "lmdeploy.pytorch.spec_decode.spec_agent",
+        _BOTH,
+        _seeds,
+        "the same seed gives other text in another batch",
+        "the rejection sampling spec hands over seeds and positions",
     ),
     Patch(
         "H7",
