@@ -6,7 +6,8 @@ Stages, each of which keeps its product in ``--work`` and is skipped when that p
 
 1. text and tokenizer: the Python standard library, byte-level BPE of 512 entries with Qwen3.5's own pre-tokenizer;
 2. base: 3 Gated DeltaNet layers + 1 full-attention layer, next-token cross-entropy;
-3. head: one full-attention layer, trunk frozen, unrolled over its own hidden state for four drafts;
+3. head (dlinfer_ext/e2e/simulation.py): one full-attention layer, trunk frozen, unrolled over its own hidden state
+   for four drafts;
 4. save and report: a Hugging Face directory with ``TRAINING.json`` and the held-out prompts for the tests.
 
 Both training stages follow a schedule in steps, so seed and step counts fix the result on one machine and one set of
@@ -38,9 +39,11 @@ from safetensors.torch import save_file
 from tokenizers import pre_tokenizers, trainers
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoTokenizer, DynamicCache, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import AutoTokenizer, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
+
+from dlinfer_ext.e2e.simulation import MtpHead, accepted_drafts, hidden_states, summarise, walk
 
 VOCAB_SIZE = 512
 SPECIAL_TOKENS = (
@@ -277,12 +280,6 @@ def build_model(work: Path, seed: int) -> Qwen3_5ForConditionalGeneration:
     return model
 
 
-def hidden_states(model: Qwen3_5ForConditionalGeneration, tokens: torch.Tensor) -> torch.Tensor:
-    """Final, normalised hidden states of the text model: tokens [B, T] to fp32 [B, T, hidden]."""
-    states: torch.Tensor = model.model.language_model(input_ids=tokens, use_cache=False).last_hidden_state
-    return states
-
-
 def next_token_loss(model: Qwen3_5ForConditionalGeneration, tokens: torch.Tensor) -> torch.Tensor:
     """Mean next-token cross-entropy in nats: tokens [B, T]."""
     logits = model.lm_head(hidden_states(model, tokens)[:, :-1])
@@ -321,58 +318,6 @@ def train_base(
 # ---------------------------------------------------------------------------------------------------------------- head
 
 
-class MtpHead(nn.Module):
-    """Qwen3.5's MTP layer; parameter names are those of a checkpoint below ``mtp.``.
-
-    One full-attention layer over ``fc([norm(embedding of the next token), norm(hidden state)])``, as in DeepSeek-V3
-    (https://arxiv.org/abs/2412.19437, section 2.2); embedding and output projection are the trunk's.
-    """
-
-    def __init__(self, model: Qwen3_5ForConditionalGeneration) -> None:
-        super().__init__()
-        trunk, config = model.model.language_model, model.config.text_config
-        hidden = config.hidden_size
-        self.layer_index = config.layer_types.index("full_attention")
-        self.layers = nn.ModuleList([modeling.Qwen3_5DecoderLayer(config, self.layer_index)])
-        self.pre_fc_norm_embedding = modeling.Qwen3_5RMSNorm(hidden)
-        self.pre_fc_norm_hidden = modeling.Qwen3_5RMSNorm(hidden)
-        self.norm = modeling.Qwen3_5RMSNorm(hidden)
-        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
-        with torch.no_grad():
-            self.layers[0].load_state_dict(trunk.layers[self.layer_index].state_dict())
-            self.norm.load_state_dict(trunk.norm.state_dict())
-            self.fc.weight.copy_(torch.eye(hidden).repeat(1, 2) / 2 + torch.randn(hidden, 2 * hidden) / 100)
-
-    def unroll(
-        self, model: Qwen3_5ForConditionalGeneration, tokens: torch.Tensor, hidden: torch.Tensor, bases: int
-    ) -> list[torch.Tensor]:
-        """Draft ``DRAFTS`` tokens from every base position at once, each step on the head's own last hidden state.
-
-        Base i sees the first step's keys of positions 0..i and the later steps' keys of its own chain, which is what
-        a serving engine's cache holds, since it overwrites the chain after each verification.
-
-        Args:
-            model: the trunk, for embedding and rotary tables.
-            tokens: int64 [B, T], T >= bases + DRAFTS.
-            hidden: the trunk's normalised hidden states [B, T, hidden].
-            bases: number of base positions.
-
-        Returns:
-            ``DRAFTS`` tensors [B, bases, hidden]; element k - 1 predicts token i + k + 1 at base i.
-        """
-        trunk, cache = model.model.language_model, DynamicCache()
-        state, own = hidden[:, :bases], torch.eye(bases, dtype=torch.bool)
-        mask, outputs = torch.ones(bases, bases, dtype=torch.bool).tril(), []
-        for k in range(1, DRAFTS + 1):
-            embedding = self.pre_fc_norm_embedding(trunk.embed_tokens(tokens[:, k : k + bases]))
-            x = self.fc(torch.cat([embedding, self.pre_fc_norm_hidden(state)], -1))
-            rotary = trunk.rotary_emb(x, torch.arange(k - 1, k - 1 + bases).view(1, 1, -1))
-            state = self.norm(self.layers[0](x, rotary, attention_mask=mask[None, None], cache=cache))
-            outputs.append(state)
-            mask = torch.cat([mask, own], -1)
-        return outputs
-
-
 def prepare_hidden(
     model: Qwen3_5ForConditionalGeneration, text: dict[str, Any], work: Path, seed: int
 ) -> dict[str, torch.Tensor]:
@@ -398,29 +343,17 @@ def acceptance(
 ) -> dict[str, Any]:
     """Simulate greedy speculative decoding of ``NEW_TOKENS`` tokens and count accepted drafts.
 
-    LMDeploy runs one more verification after the last token is out; it is counted here. A context is repeated where
-    its last four tokens occurred before in the same sequence: loops are easy to draft, so both means are given.
+    LMDeploy runs one more verification after the last token is out; it is counted here. Loops are easy to draft, so
+    the means of novel and of repeated contexts are given too.
     """
-    bases = greedy.shape[1] - DRAFTS - 1
-    drafts = [model.lm_head(state).argmax(-1) for state in head.unroll(model, greedy, hidden, bases)]
-    match = torch.stack([drafts[k - 1] == greedy[:, k + 1 : k + 1 + bases] for k in range(1, DRAFTS + 1)], -1)
-    accepted = match.long().cumprod(-1).sum(-1).tolist()
-    histogram = [0] * (DRAFTS + 1)
-    by_context: dict[str, list[int]] = {"novel": [], "repeated": []}
-    for row, tokens in zip(accepted, greedy.tolist(), strict=True):
-        base, last = PROMPT_TOKENS - 1, False
-        while not last:
-            last = base >= PROMPT_TOKENS + NEW_TOKENS - 2
-            histogram[row[base]] += 1
-            seen = any(tokens[i - 3 : i + 1] == tokens[base - 2 : base + 2] for i in range(3, base + 1))
-            by_context["repeated" if seen else "novel"].append(row[base])
-            base += row[base] + 1
-    steps = sum(histogram)
+    accepted = accepted_drafts(model, head, greedy, hidden, DRAFTS).tolist()
+    chains = [walk(row, PROMPT_TOKENS, NEW_TOKENS, 1) for row in accepted]
+    figures = summarise(greedy.tolist(), chains, DRAFTS)
     return {
-        "histogram": histogram,
-        "reach": [round(sum(histogram[k:]) / steps, 3) for k in range(1, DRAFTS + 1)],
-        "mean": round(sum(k * count for k, count in enumerate(histogram)) / steps, 3),
-        "mean_by_context": {name: round(sum(v) / max(1, len(v)), 3) for name, v in by_context.items()},
+        "histogram": list(figures.histogram),
+        "reach": [round(reach, 3) for reach in figures.reach],
+        "mean": round(figures.mean, 3),
+        "mean_by_context": {name: round(mean, 3) for name, mean in figures.mean_by_context.items()},
     }
 
 
@@ -443,7 +376,7 @@ def train_head(
         chosen = torch.randint(0, len(tokens), (BATCH,), generator=generator)
         states = hidden[chosen].float()
         target = model.lm_head(states).softmax(-1)
-        outputs = head.unroll(model, tokens[chosen], states, bases)
+        outputs = head.unroll(model, tokens[chosen], states, bases, DRAFTS)
         each = [
             F.cross_entropy(model.lm_head(output).flatten(0, 1), target[:, k : k + bases].flatten(0, 1))
             for k, output in enumerate(outputs, start=1)
