@@ -78,7 +78,7 @@ _READING_OPS: Final = frozenset(
     {"_local_scalar_dense", "item", "nonzero", "nonzero_static", "masked_select", "is_nonzero", "equal", "argwhere",
      "unique_dim", "_unique2", "unique_consecutive", "bincount"}
 )  # fmt: skip
-_READING_METHODS: Final = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "cpu", "nonzero")
+READING_METHODS: Final = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "cpu", "nonzero")
 
 
 def seen_through(mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -92,6 +92,20 @@ def seen_through(mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwar
         return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
 
 
+def host_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Return why a dispatched call needs a device value on the host, or None."""
+    name = func.overloadpacket.__name__
+    if name in _READING_OPS:
+        return f"{name} reads a device value on the host"
+    if name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index") and any(
+        isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+    ):
+        return f"{name} with a boolean mask has a shape that depends on data"
+    if name == "repeat_interleave" and kwargs.get("output_size") is None and len(args) < 2:
+        return "repeat_interleave without output_size has a shape that depends on data"
+    return None
+
+
 class _HostReadMode(TorchDispatchMode):
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
@@ -100,15 +114,9 @@ class _HostReadMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
-        if name in _READING_OPS:
-            raise HostRead(f"{name} reads a device value on the host")
-        if name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index") and any(
-            isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
-        ):
-            raise HostRead(f"{name} with a boolean mask has a shape that depends on data")
-        if name == "repeat_interleave" and kwargs.get("output_size") is None and len(args) < 2:
-            raise HostRead("repeat_interleave without output_size has a shape that depends on data")
+        why = host_read(func, args, kwargs)
+        if why:
+            raise HostRead(why)
         return seen_through(self, func, args, kwargs)
 
 
@@ -123,7 +131,7 @@ def no_host_reads() -> Iterator[None]:
         return method
 
     with ExitStack() as stack:
-        for name in _READING_METHODS:
+        for name in READING_METHODS:
             stack.enter_context(mock.patch.object(Tensor, name, refuse(name)))
         stack.enter_context(_HostReadMode())
         yield

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 BACKENDS: Final = "lmdeploy.pytorch.backends"
 ASCEND: Final = "lmdeploy.pytorch.backends.dlinfer.ascend"
+MIXIN: Final = "lmdeploy.pytorch.models.utils.cudagraph"
 
 
 class HostMismatch(RuntimeError):
@@ -142,7 +143,7 @@ SEAMS: Final = (
         f"{ASCEND}.op_backend",
         "AscendOpsBackend.build_graph_runner",
         _names("model model_config cache_config backend_config device"),
-        "the CPU vendor runs without graphs",
+        "the CPU vendor pads steps as graphs do, and captures none",
     ),
     Seam("H6", f"{ASCEND}.op_backend", "AscendOpsBackend.init", (), "installs the vendor; our patches follow it"),
     Seam(
@@ -151,6 +152,68 @@ SEAMS: Final = (
         "AscendOpsBackend.get_k_block_shape",
         _names("block_size num_heads head_size dtype"),
         "asks the card's name; the CPU vendor answers without",
+    ),
+    Seam(
+        "H6",
+        f"{BACKENDS}.graph_runner",
+        "GraphRunner.get_capture_batch_sizes",
+        _names("self"),
+        "the buckets that steps are padded to on the CPU",
+    ),
+    Seam(
+        "H6",
+        MIXIN,
+        "CudaGraphMixin.support_cuda_graph",
+        _names("self input_ids position_ids past_key_values attn_metadata inputs_embeds **kwargs"),
+        "says which steps have a graph's shape on the CPU",
+    ),
+    Seam(
+        "H6",
+        MIXIN,
+        "CudaGraphMixin.make_buffers_cudagraph",
+        _names("self graph_meta input_ids position_ids past_key_values attn_metadata inputs_embeds **kwargs"),
+        "makes the static buffers of a padded step on the CPU",
+    ),
+    Seam(
+        "H6",
+        MIXIN,
+        "CudaGraphMixin.fill_buffers_cudagraph",
+        _names("self graph_meta input_ids position_ids past_key_values attn_metadata inputs_embeds **kwargs"),
+        "fills and pads them",
+    ),
+    Seam(
+        "H6",
+        MIXIN,
+        "CudaGraphMixin.update_context_cudagraph",
+        _names("self graph_meta context"),
+        "binds the step to them",
+    ),
+    Seam(
+        "H6",
+        MIXIN,
+        "CudaGraphMixin.get_outputs_cudagraph",
+        _names("self output_buffers input_ids **kwargs"),
+        "cuts a padded step's output to the real rows",
+    ),
+    Seam(
+        "H6",
+        MIXIN,
+        "CudaGraphMeta",
+        _names(
+            "max_batchs max_tokens num_blocks is_decoding device input_buffers output_buffers vocab_size "
+            "decode_query_len is_ssm use_mrope block_size"
+        ),
+        "the record of a bucket",
+    ),
+    Seam(
+        "H6",
+        "lmdeploy.pytorch.kernels.cuda.step_metadata.fill_graph_common_inputs",
+        "fill_graph_common_inputs",
+        _names(
+            "input_ids position_ids block_offsets q_start_loc q_seqlens kv_seqlens graph_input_ids graph_position_ids "
+            "graph_block_offsets qkv_lens cu_seqlens pad_query_len"
+        ),
+        "its plain PyTorch branch is executed without the Triton kernels around it",
     ),
     Seam(
         "H7",

@@ -38,7 +38,12 @@ def backend_class() -> type:
         def build_graph_runner(
             model: Any, model_config: Any, cache_config: Any, backend_config: Any, device: Any
         ) -> Any:
-            return GraphRunner(model, model_config, cache_config, backend_config, device)
+            """Without graphs; eager_mode=False gives steps the shape that graphs give them (cpu_graphs.py)."""
+            if backend_config.eager_mode:
+                return GraphRunner(model, model_config, cache_config, backend_config, device)
+            from .cpu_graphs import PaddedGraphRunner
+
+            return PaddedGraphRunner(model, model_config, cache_config, backend_config, device)
 
         @staticmethod
         def init() -> None:
