@@ -122,6 +122,10 @@ def test_two_ranks(drafts: int, chunk: int, checkpoint: Checkpoint) -> None:  # 
         distributed_executor_backend="mp",
     )
     assert_identical(result, expected(model, PROMPTS, 48))
+    first, second = result["workers"]
+    assert not drafts or accepted(result) > 0
+    assert ("rejection_sample_greedy" in first["counters"], first["rank"]) == (drafts > 0, 0)
+    assert "rejection_sample_greedy" not in second["counters"], "only the first rank samples"
 
 
 SHAPES: dict[str, dict[str, Any]] = {
