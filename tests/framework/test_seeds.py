@@ -54,8 +54,14 @@ def test_more_candidates_of_probability_zero_change_nothing() -> None:
 
 @dataclasses.dataclass
 class Inputs:
+    """What is read of LMDeploy's sampling inputs; the policy is every token's."""
+
     random_seeds: Tensor | None
     random_offsets: Tensor | None
+    max_top_k: int = 0
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+    min_p: Tensor | None = None
 
 
 def patched() -> tuple[Any, list[Inputs], list[Any]]:
