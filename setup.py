@@ -22,7 +22,7 @@ setup(
     packages=find_namespace_packages(include=["dlinfer_ext", "dlinfer_ext.*"]),
     package_data={
         "dlinfer_ext": ["py.typed"],
-        "dlinfer_ext.configs": ["**/*.json", "**/*.yaml"],
+        "dlinfer_ext.configs": ["**/*.json", "**/*.yaml", "**/*.txt"],
         "dlinfer_ext.toolchain": ["*.c", "requirements.txt"],
     },
     install_requires=[

@@ -14,6 +14,7 @@ COMMANDS = {
     "ops": "table of operators: routes, dtypes, what serves here",
     "verify": "run every operator that serves here against its definition",
     "bench": "time operators against public formulations of the same work, as ratios in one run",
+    "e2e": "run scenarios through stock LMDeploy, speculative decoding included, and judge every token",
     "demo": "serve the trained tiny Qwen3.5 through stock LMDeploy on this CPU, ask it, and check it",
 }
 

@@ -31,7 +31,7 @@ class Seam:
     """One function, class or set of fields of the host.
 
     Attributes:
-        hook: the hook it belongs to (H1 … H12, docs/en/hosts.md).
+        hook: the hook it belongs to (H1 … H13, docs/en/hosts.md).
         module: dotted module name.
         name: qualified name in it.
         parameters: the parameter names in order for a function ("*" and "**" included), the annotated fields needed
@@ -291,6 +291,30 @@ SEAMS: Final = (
         "SamplingInputs",
         _names("random_seeds random_offsets"),
         "fields read and replaced",
+    ),
+    *(
+        Seam("H12", "lmdeploy.pytorch.engine.logits_process", name, _names(parameters), "the law at a draft's place")
+        for name, parameters in (
+            ("_filter_topk_sorted_", "scores topk filter_value"),
+            ("_filter_topp_sorted_", "scores topp filter_value"),
+            ("_filter_minp_sorted_", "scores minp filter_value"),
+            ("_torch_topk", "x k dim largest sorted"),
+            ("SamplingInputs", "top_k max_top_k top_p min_p"),
+        )
+    ),
+    Seam(
+        "H13",
+        "lmdeploy.pytorch.paging.scheduler",
+        "Scheduler.preempt_seqs",
+        _names("self seqs"),
+        "wrapped: a preempted sequence gives up its state",
+    ),
+    Seam(
+        "H13",
+        "lmdeploy.pytorch.paging.seq_states.states",
+        "StateBase.release_paging_resources",
+        _names("self"),
+        "called for a preempted sequence",
     ),
 )
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 from wrapt.importer import when_imported
 
 from ... import envs
-from . import contract, pools, processes
+from . import contract, pools, processes, scheduling
 
 logger = logging.getLogger("dlinfer_ext")
 
@@ -157,6 +157,14 @@ PATCHES: Final = (
         _seeds,
         "the same seed gives other text in another batch",
         "the rejection sampling spec hands over seeds and positions",
+    ),
+    Patch(
+        "H13",
+        "lmdeploy.pytorch.paging.scheduler",
+        _BOTH,
+        scheduling.patch_scheduler,
+        "text that is wrong from a preemption on: the recurrent state takes a token twice",
+        "LMDeploy frees the state of a preempted sequence, or keeps the token of the step under way",
     ),
     Patch(
         "H7",

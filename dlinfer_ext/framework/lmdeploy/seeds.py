@@ -12,7 +12,9 @@ import dataclasses
 import functools
 from typing import Any
 
+import torch
 from lmdeploy.pytorch.backends.multinomial_sampling import MultinomialSamplingImpl
+from lmdeploy.pytorch.engine import logits_process
 from torch import Tensor
 
 from ... import ops
@@ -48,6 +50,35 @@ class MultinomialSampling(MultinomialSamplingImpl):  # type: ignore[misc]
         return indices.gather(1, drawn[:, None]).flatten().long()
 
 
+def within_policy(target_logits: Tensor, inputs: Any) -> Tensor:
+    """Return the logits with what the request's top_k, top_p and min_p exclude at -inf, at the draft positions.
+
+    LMDeploy applies the three where it draws a token, so to the bonus token only: without this, a token that a
+    request excludes is emitted wherever a draft is rejected, and drafts are accepted by a flatter law.
+
+    Args:
+        target_logits: [B, N + 1, V], the bonus position last; it is left as it is, LMDeploy filters it itself.
+        inputs: LMDeploy's sampling inputs, one row per position.
+    """
+    rows = target_logits.flatten(0, 1)
+    if inputs.max_top_k > 0:
+        scores, indices = logits_process._torch_topk(rows, inputs.max_top_k, dim=1)
+    elif inputs.top_k is None and inputs.top_p is None and inputs.min_p is None:
+        return target_logits
+    else:
+        scores, indices = rows.sort(1, descending=True)
+    scores = scores.clone()
+    if inputs.top_k is not None:
+        top_k = inputs.top_k.masked_fill(inputs.top_k <= 0, scores.size(1))
+        scores = logits_process._filter_topk_sorted_(scores, top_k)
+    if inputs.top_p is not None:
+        scores = logits_process._filter_topp_sorted_(scores, inputs.top_p)
+    if inputs.min_p is not None:
+        scores = logits_process._filter_minp_sorted_(scores, inputs.min_p)
+    kept = torch.full_like(rows, -torch.inf).scatter_(1, indices.long(), scores).view_as(target_logits)
+    return torch.cat([kept[:, :-1], target_logits[:, -1:]], 1)
+
+
 def patch_spec_agent(module: Any) -> str:
     """Hand seeds and positions to our sampler: the spec's interface has no room for them.
 
@@ -73,6 +104,8 @@ def patch_spec_agent(module: Any) -> str:
         draft_probs: Any = None,
     ) -> Any:
         inputs, step = expanded_sampling_inputs, target_logits.size(1)
+        if inputs.max_top_k != 1:
+            target_logits = within_policy(target_logits, inputs)
         if not isinstance(self._impl, RejectionSampling) or inputs.random_seeds is None:
             return forward(self, target_logits, draft_token_ids, inputs, draft_probs)
         with self._impl.seeded(inputs.random_seeds[::step], inputs.random_offsets[::step]):
@@ -80,4 +113,4 @@ def patch_spec_agent(module: Any) -> str:
 
     agent._rejection_sampling = at_positions
     sampler.forward = seeded
-    return "SpecModelAgent and RejectionSampler hand seeds and positions to the sampler"
+    return "SpecModelAgent and RejectionSampler hand seeds, positions and the sampling policy to the sampler"

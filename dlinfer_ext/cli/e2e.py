@@ -1,0 +1,81 @@
+"""`e2e`: scenarios of configs/e2e through stock LMDeploy, on this CPU or on a card."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+CHECKPOINT = Path("examples/checkpoints/tiny_qwen3_5")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        action="append",
+        metavar="NAME",
+        help="a scenario of configs/e2e by name, or a YAML file; again for more",
+    )
+    parser.add_argument("--list", action="store_true", help="list the scenarios and stop")
+    parser.add_argument("--model", type=Path, default=CHECKPOINT, help="checkpoint folder (default: the trained one)")
+    parser.add_argument("--vendor", choices=("cpu", "ascend"), default="cpu", help="cpu (default) or ascend")
+    parser.add_argument(
+        "--reference",
+        choices=("transformers", "plain"),
+        help="compared with transformers on this CPU (default with --vendor cpu) or with LMDeploy itself, one "
+        "request at a time without drafts, chunks and prefix cache (default with --vendor ascend)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16"),
+        default="bfloat16",
+        help="of the engine on a card (default bfloat16)",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write report.json, report.md and plots there")
+    parser.epilog = "Exit code 0: every scenario holds. 1: one does not. 2: a setting that cannot be used."
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..e2e import report, runner, scenario
+
+    try:
+        files = [scenario.find(n) for n in args.config] if args.config else scenario.shipped()
+        scenarios = [scenario.load(f) for f in files]
+    except scenario.ScenarioError as error:
+        print(f"e2e: {error}", file=sys.stderr)
+        return 2
+    if args.list:
+        rows = [{"name": s.name, "what": s.what, "where": s.where} for s in scenarios]
+        lines = [f"{r['name']:22}{', '.join(r['where']):12}{r['what']}" for r in rows]
+        print(json.dumps(rows, indent=2) if args.json else "\n".join(lines))
+        return 0
+    if not (args.model / "config.json").is_file():
+        print(f"e2e: {args.model} holds no config.json; run from the root or pass --model", file=sys.stderr)
+        return 2
+    target = runner.Target(
+        model=args.model.resolve(),
+        vendor=args.vendor,
+        reference=args.reference or ("transformers" if args.vendor == "cpu" else "plain"),
+        dtype=args.dtype,
+    )
+
+    def say(line: str) -> None:
+        if not args.json:
+            print(line, file=sys.stderr, flush=True)
+
+    reports, skipped = [], {}
+    for one in scenarios:
+        why = runner.cannot_run(one, target)
+        if why is not None:
+            skipped[one.name] = why
+            say(f"{one.name}: skipped, {why}")
+            continue
+        done = runner.run_scenario(one, target, say)
+        reports.append(done)
+        say(f"{one.name}: {'holds' if not done.failures else 'FAILS'} ({done.seconds:.1f} s)")
+    summary = report.summary(reports, skipped, target, report.command_line(args))
+    if args.out:
+        report.write(summary, args.out)
+    print(json.dumps(summary, indent=2) if args.json else report.text(summary))
+    return 0 if reports and not any(r.failures for r in reports) else 1

@@ -1,0 +1,67 @@
+"""Ask a running LMDeploy server for many requests that arrive over time, some of which go away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+
+
+async def _ask(http: aiohttp.ClientSession, url: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Stream one request from /generate, which gives token ids; hang up after `cancel_after` tokens."""
+    await asyncio.sleep(request.get("wait", 0.0))
+    body = {
+        "prompt": request["text"],
+        "max_tokens": request["new"],
+        "temperature": request.get("temperature", 1.0),
+        "top_k": request.get("top_k", 1),
+        "ignore_eos": not request.get("stop_token_ids"),
+        "stop_token_ids": request.get("stop_token_ids") or None,
+        "stream": True,
+    }
+    result: dict[str, Any] = {"tokens": [], "finish": None, "error": None, "cached_tokens": 0, "prompt_tokens": 0}
+    limit = request.get("cancel_after")
+    try:
+        async with http.post(f"{url}/generate", json=body) as reply:
+            if reply.status != 200:
+                result["error"] = f"HTTP {reply.status}: {(await reply.text())[:300]}"
+                return result
+            async for line in reply.content:
+                text = line.decode().strip()
+                if not text.startswith("data:") or text.endswith("[DONE]"):
+                    continue
+                part = json.loads(text.removeprefix("data:"))
+                result["tokens"] += part.get("output_ids") or []
+                info = part.get("meta_info") or {}
+                result["prompt_tokens"] = info.get("prompt_tokens") or result["prompt_tokens"]
+                reason = info.get("finish_reason")
+                if reason:
+                    result["finish"] = reason.get("type") if isinstance(reason, dict) else reason
+                if limit and len(result["tokens"]) >= limit:
+                    result["finish"] = "abort"
+                    reply.close()
+                    return result
+    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+        result["error"] = f"{type(error).__name__}: {error}"
+    return result
+
+
+def ask_all(url: str, requests: Sequence[dict[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
+    """Send every request at its own time and return the outputs in the order given.
+
+    Args:
+        url: of the server.
+        requests: "text", "new", and optionally "wait" (seconds), "cancel_after", "stop_token_ids", "top_k".
+        timeout_s: for each request; one that takes longer has an error.
+    """
+
+    async def everything() -> list[dict[str, Any]]:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+            return await asyncio.gather(*(_ask(http, url, r) for r in requests))
+
+    return asyncio.run(everything())
