@@ -12,16 +12,13 @@ import os
 from collections import Counter
 from multiprocessing import util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ... import envs
 from ...toolchain import native
-
-if TYPE_CHECKING:
-    from .gated_delta import GatedDeltaMetadata
 
 MAX_ROWS: Final = 1_000_000
 
@@ -30,15 +27,40 @@ _rows: Final[list[list[int]]] = []
 _step: tuple[Tensor, Tensor] | None = None  # slots and histories of the verify step that is to be sampled next
 _rank: int | None = None
 _dropped = 0
+_warming_up = False
 _writer: int | None = None  # the process that writes at its end: a forked child is another one
 
 
+class StepRows(Protocol):
+    """The rows of one step: GatedDeltaMetadata, or the GraphRows of a step in a graph's shape."""
+
+    @property
+    def is_decoding(self) -> bool: ...
+    @property
+    def state_indices(self) -> Tensor: ...
+    @property
+    def history_lens(self) -> Tensor: ...
+    @property
+    def host_lengths(self) -> tuple[int, ...] | None: ...
+
+
 def add(name: str, n: int = 1) -> None:
-    _counts[name] += n
+    """Add to a count, but for what the engine runs to warm up: that proves nothing of a request."""
+    if not _warming_up:
+        _counts[name] += n
 
 
-def count_step(meta: GatedDeltaMetadata, attn_metadata: Any) -> None:
+def _is_warm_up() -> bool:
+    from lmdeploy.pytorch.model_inputs import get_step_ctx_manager
+
+    manager = get_step_ctx_manager()
+    return bool(getattr(manager.current_context(), "is_dummy", False)) if manager is not None else False
+
+
+def count_step(meta: StepRows, attn_metadata: Any) -> None:
     """Count one step by phase, and the prefill rows that continue a history."""
+    global _warming_up
+    _warming_up = _is_warm_up()
     if envs.COUNTERS.get():
         _watch(meta)
     if meta.is_decoding:
@@ -53,7 +75,7 @@ def count_step(meta: GatedDeltaMetadata, attn_metadata: Any) -> None:
         add("prefill_rows_with_history", sum(total > q > 0 for q, total in pairs))
 
 
-def _watch(meta: GatedDeltaMetadata) -> None:
+def _watch(meta: StepRows) -> None:
     """Keep a step's rows until they are sampled, and see to it that this process writes its record at its end."""
     global _step, _rank, _writer
     _step = (meta.state_indices, meta.history_lens) if meta.is_decoding else None
@@ -127,7 +149,7 @@ def write() -> None:
 
 def reset() -> None:
     """Forget all counts and rows."""
-    global _step, _rank, _dropped
+    global _step, _rank, _dropped, _warming_up
     _counts.clear()
     _rows.clear()
-    _step, _rank, _dropped = None, None, 0
+    _step, _rank, _dropped, _warming_up = None, None, 0, False

@@ -128,6 +128,17 @@ def _lose_worker(pipe: Any, request: dict[str, Any], config: Any) -> list[dict[s
     return [end(answer, time.monotonic()), end(ask(), time.monotonic())]
 
 
+def _records_of_workers(folder: Path, own: int, ranks: int, patience_s: float = 20) -> list[dict[str, Any]]:
+    """Return what the workers wrote at their end, which may be a little after the engine has closed."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        records = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(folder.glob("counters-*.json"))]
+        workers = [r for r in records if r["pid"] != own]
+        if len(workers) >= ranks or time.monotonic() > deadline:
+            return workers
+        time.sleep(0.2)
+
+
 def run_one(run: dict[str, Any], records: Path) -> dict[str, Any]:
     """Start an engine, ask it, close it; `records` is the folder of its processes' counters.
 
@@ -169,11 +180,11 @@ def run_one(run: dict[str, Any], records: Path) -> dict[str, Any]:
             outputs += ask(pipe, requests, configs)
         seconds = time.monotonic() - started
     own = counters.record()
-    workers = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(records.glob("counters-*.json"))]
+    workers = _records_of_workers(records, own["pid"], engine.get("tp", 1) if executor != "UniExecutor" else 0)
     return {
         "outputs": outputs,
         "ends": ends,
-        "processes": [w for w in workers if w["pid"] != own["pid"]] or [own],
+        "processes": workers or [own],
         "executor": executor,
         "status": status(),
         "seconds": seconds,
