@@ -6,14 +6,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests import faults
-from tests.e2e import engine
-from tests.e2e.checkpoints import checkpoint, random_qwen3_5  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
 CONV, RULE = (f"tests/kernels/{name}.py::" for name in ("test_causal_conv1d_faults", "test_gated_delta_rule"))
@@ -69,17 +66,3 @@ def test_without_a_fault_the_same_tests_are_green() -> None:
 
 def test_every_fault_has_tests_that_catch_it() -> None:
     assert set(CAUGHT_BY) == set(faults.FAULTS)
-
-
-@pytest.mark.lmdeploy
-@pytest.mark.parametrize("fault", ["ring_gather_from_packed_batch", "recurrent_ring_slot_one_behind"])
-def test_fault_changes_the_tokens_of_the_engine(fault: str, checkpoint: Callable[..., Path]) -> None:  # noqa: F811
-    """A prompt whose last chunk is one token beside a short prompt, with drafts."""
-    model = checkpoint(random_qwen3_5)
-    prompts = ("abcdefgh" * 8 + "z", "hello world")
-    want = engine.expected(model, prompts, 48)
-    for planted in ("", fault):
-        result = engine.run(model, [list(prompts)], drafts=4, fault=planted, max_prefill_token_num=64)
-        assert result["counters"]["prefill_rows_with_history"] == 1
-        differ = [engine.first_difference(g, w) is not None for g, w in zip(result["tokens"], want, strict=True)]
-        assert any(differ) == bool(planted)

@@ -24,7 +24,6 @@ Expectation = Literal[
     "prefix_hits",
     "padded_rows",  # rows that a graph's bucket added
     "recomputed",  # a request was preempted and its prompt run again
-    "two_ranks",
 ]
 
 

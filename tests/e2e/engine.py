@@ -1,4 +1,4 @@
-"""Run a scenario of `run_pipeline.py` in a process of its own, and the reference it is compared with."""
+"""Run prompts through stock LMDeploy in a process of its own, and the reference they are compared with."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,32 +34,34 @@ def run(
     *,
     tokens: int = 48,
     drafts: int = 0,
-    fault: str = "",
     top_logits: int = 0,
     lose_worker: bool = False,
     timeout_s: float = 240,
     env: dict[str, str] | None = None,
     **engine: Any,
 ) -> dict[str, Any]:
-    """Run one scenario and return what `run_pipeline.run` returns; in fp32 unless `env` says otherwise.
+    """Run batches of prompts through stock LMDeploy and return what happened; in fp32 unless `env` says otherwise.
 
-    With `top_logits` the result holds that many of the largest logits of every generated token, by id. With
-    `lose_worker` it holds only how the first prompt ends while a Ray worker is killed, and how it ends afterwards.
+    Returns:
+        "tokens", "finish", "cached_tokens", "top_logits" by prompt; "accepted", verify rows by number of accepted
+        drafts; "counters" of the process that ran the model (of the first rank); "workers", the records of all of
+        them; "executor". With `lose_worker` "ends" only: how the first answer ends while the last worker is killed,
+        and how a later one does.
 
     Raises:
-        AssertionError: the process failed or printed no result; its output is in the message.
+        AssertionError: the process failed; its output is in the message.
     """
-    scenario = {
-        "model": str(model),
-        "batches": batches,
-        "tokens": tokens,
-        "drafts": drafts,
-        "fault": fault,
-        "top_logits": top_logits,
-        "lose_worker": lose_worker,
-        "engine": engine,
-    }
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("DLINFER_EXT_")}
+    asked = [[{"text": text, "new": tokens} for text in batch] for batch in batches]
+    job = {"model": str(model), "drafts": drafts, "engine": {"num_gpu_blocks": 64} | engine, "rounds": asked}
+    more = {"top_logits": top_logits, "lose_worker": lose_worker}
+    return run_many([job | more], timeout_s=timeout_s, env=env)[0]
+
+
+def run_many(
+    jobs: list[dict[str, Any]], *, timeout_s: float = 240, env: dict[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """Run several engines, one after the other in one process (see `session.py`); results as of `run`."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("DLINFER_EXT_") or k == "DLINFER_EXT_TOOLCHAIN"}
     clean |= {
         "DLINFER_EXT_VENDOR": "cpu",
         "DLINFER_EXT_CPU_DTYPE": "float32",
@@ -68,20 +71,32 @@ def run(
         **(env or {}),
     }
     with tempfile.TemporaryDirectory(prefix="dlinfer_ext_e2e_") as folder:
-        file = Path(folder) / "scenario.json"
-        file.write_text(json.dumps(scenario), encoding="utf-8")
-        clean.setdefault("DLINFER_EXT_COUNTERS", str(Path(folder) / "counters"))
-        line = [sys.executable, "-m", "tests.e2e.run_pipeline", str(file)]
+        job, out = Path(folder) / "job.json", Path(folder) / "result.json"
+        job.write_text(json.dumps({"runs": jobs}), encoding="utf-8")
+        line = [sys.executable, "-m", "dlinfer_ext.framework.lmdeploy.session", str(job), str(out)]
         code, stdout, stderr = _run_group(line, clean, timeout_s)
-    results = [line for line in stdout.splitlines() if line.startswith("RESULT ")]
-    assert results, f"no result, exit code {code}:\n{stdout[-2000:]}\n{stderr[-6000:]}"
-    result: dict[str, Any] = json.loads(results[-1].removeprefix("RESULT "))
-    if lose_worker:
-        return result
-    assert result["workers"] or result["executor"] == "UniExecutor", "the workers left no record"
-    for process in result["workers"] or [result]:
-        assert process["counters"].get("causal_conv1d", 0) > 0, "our operators did not run"
-    return result
+        assert out.is_file(), f"no result, exit code {code}:\n{stdout[-2000:]}\n{stderr[-6000:]}"
+        results = json.loads(out.read_text(encoding="utf-8"))["runs"]
+    return [_summary(one, bool(asked.get("lose_worker"))) for one, asked in zip(results, jobs, strict=True)]
+
+
+def _summary(result: dict[str, Any], lost_worker: bool) -> dict[str, Any]:
+    if lost_worker:
+        return {"ends": result["ends"]}
+    workers = sorted(result["processes"], key=lambda record: record["rank"])
+    for worker in workers:
+        assert worker["counters"].get("causal_conv1d", 0) > 0, "our operators did not run"
+    accepted = Counter(row[2] for worker in workers for row in worker["verify_rows"])
+    columns = {
+        name: [o[name] for o in result["outputs"]] for name in ("tokens", "finish", "cached_tokens", "top_logits")
+    }
+    return columns | {
+        "accepted": {str(n): times for n, times in sorted(accepted.items())},
+        "counters": workers[0]["counters"],
+        "workers": workers,
+        "executor": result["executor"],
+        "own": result["own"],
+    }
 
 
 def _run_group(line: list[str], env: dict[str, str], timeout_s: float) -> tuple[int | None, str, str]:

@@ -66,9 +66,9 @@ def run(model: Path, batches: list[list[str]], env: Env, **options: Any) -> dict
     """Run a scenario on two ranks that names no executor, and check that every worker ran our operators, ours alone."""
     result = engine.run(model, batches, tp=2, env=env, timeout_s=400, **options)
     assert result["executor"] == "RayExecutor"
-    assert "causal_conv1d" not in result["counters"], "the engine's own process ran the model"
+    assert "causal_conv1d" not in result["own"]["counters"], "the engine's own process ran the model"
     workers = result["workers"]
-    assert len({w["counters"]["pid"] for w in workers} | {result["counters"]["pid"]}) == 3
+    assert len({w["counters"]["pid"] for w in workers} | {result["own"]["pid"]}) == 3
     for worker in workers:
         assert worker["status"]["vendor"] == "cpu"
         applied = {row["hook"] for row in worker["status"]["patches"] if row["state"] == "applied"}

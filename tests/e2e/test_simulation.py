@@ -304,17 +304,35 @@ def engine_histogram(result: dict[str, Any], drafts: int) -> tuple[int, ...]:
     return tuple(result["accepted"].get(str(n), 0) for n in range(drafts + 1))
 
 
-@pytest.mark.lmdeploy
-@pytest.mark.parametrize("chunk", [None, 32], ids=["one-shot", "chunked"])
-@pytest.mark.parametrize("drafts", [1, 2, 3, 4, 7])
-def test_engine_accepts_exactly_the_simulated_drafts(drafts: int, chunk: int | None) -> None:
-    """Two batches of eight prompts of 64 tokens; whole, or in chunks of 32."""
+@pytest.fixture(scope="module")
+def measured() -> dict[tuple[int, int], dict[str, Any]]:
+    """Two batches of eight prompts of 64 tokens by drafts and chunk, all engines in one process."""
     text = held_out()["text"]
-    options: dict[str, Any] = {} if chunk is None else {"max_prefill_token_num": chunk}
-    result = engine.run(TRAINED, [text[:8], text[8:]], tokens=NEW, drafts=drafts, **options)
+    rounds = [[{"text": t, "new": NEW} for t in batch] for batch in (text[:8], text[8:])]
+    cases = [(drafts, chunk) for drafts in (1, 2, 3, 4, 7) for chunk in (512, 32)]
+    jobs = [
+        {
+            "model": str(TRAINED),
+            "drafts": drafts,
+            "engine": {"num_gpu_blocks": 64, "max_prefill_token_num": chunk},
+            "rounds": rounds,
+        }
+        for drafts, chunk in cases
+    ]
+    return dict(zip(cases, engine.run_many(jobs, timeout_s=400), strict=True))
+
+
+@pytest.mark.lmdeploy
+@pytest.mark.xdist_group("simulation")
+@pytest.mark.parametrize("chunk", [512, 32], ids=["one-shot", "chunked"])
+@pytest.mark.parametrize("drafts", [1, 2, 3, 4, 7])
+def test_engine_accepts_exactly_the_simulated_drafts(
+    drafts: int, chunk: int, measured: dict[tuple[int, int], dict[str, Any]]
+) -> None:
+    result = measured[drafts, chunk]
     assert_identical(result, held_out()["greedy"])
     assert result["counters"]["verify_steps"] > 0
-    assert (result["counters"].get("prefill_rows_with_history", 0) > 0) == (chunk is not None)
+    assert (result["counters"].get("prefill_rows_with_history", 0) > 0) == (chunk == 32)
     assert engine_histogram(result, drafts) == simulated(drafts).histogram
 
 

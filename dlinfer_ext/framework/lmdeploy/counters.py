@@ -121,12 +121,16 @@ def record() -> dict[str, Any]:
     Returns:
         "counters": the snapshot; "verify_rows": [slot, history, accepted, last_token] of each live row of each verify
         step in order, on the rank that samples (the first of a group), [] without DLINFER_EXT_COUNTERS;
-        "dropped_rows": how many more there were than `MAX_ROWS`; "pid"; "rank".
+        "dropped_rows": how many more there were than `MAX_ROWS`; "status": what was replaced in LMDeploy; "pid";
+        "rank".
     """
+    from . import status
+
     return {
         "counters": snapshot(),
         "verify_rows": [list(row) for row in _rows],
         "dropped_rows": _dropped,
+        "status": status(),
         "pid": os.getpid(),
         "rank": _rank or 0,
     }

@@ -12,7 +12,8 @@ PytorchEngineConfig}, "rounds": [[request, …], …], "top_logits": n, "lose_wo
 imported before the engine starts; tests plant faults that way.
 
 Result: {"runs": [{"outputs": [{"tokens", "finish", "cached_tokens", "prompt_tokens", "top_logits", "error"}, …],
-"processes": [records of counters.py], "executor", "status", "seconds", "ends"}, …]}.
+"processes": [records of counters.py of whoever ran the model], "own": that of this process, "executor", "seconds",
+"ends"}, …]}.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def run_one(run: dict[str, Any], records: Path) -> dict[str, Any]:
     from lmdeploy import PytorchEngineConfig, pipeline
     from lmdeploy.messages import SpeculativeConfig
 
-    from . import counters, status
+    from . import counters
 
     counters.reset()
     engine: dict[str, Any] = {
@@ -186,7 +187,7 @@ def run_one(run: dict[str, Any], records: Path) -> dict[str, Any]:
         "ends": ends,
         "processes": workers or [own],
         "executor": executor,
-        "status": status(),
+        "own": own,
         "seconds": seconds,
     }
 
