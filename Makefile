@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install $(PIP_OPTIONS)
 export OMP_NUM_THREADS ?= 1
 export PIP_NO_WARN_SCRIPT_LOCATION = 1
 
-.PHONY: demo serve test test-ray test-interpret test-native toolchain verify verify-all lint types format bench clean help
+.PHONY: demo serve test test-ray test-interpret test-native mutate toolchain verify verify-all lint types format bench clean help
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -68,6 +68,9 @@ test-interpret: $(VENV)/.toolchain ## all operator tests on the interpreted kern
 
 test-native: $(VENV)/.toolchain ## all operator tests on the native kernels
 	$(BIN)/python -m pytest -n 2 -q --route native tests/kernels tests/ops
+
+mutate: $(VENV)/.dev ## each known fault planted in a running engine: a scenario of configs/e2e has to catch it
+	$(BIN)/python -m tests.mutate
 
 test-ray: $(RAY)/.ray ## two ranks on LMDeploy's Ray executor
 	$(RAY)/bin/python -m pytest tests/e2e/test_ray.py
