@@ -3,9 +3,8 @@
 Pools are filled with a pattern as they are made. What a step's real rows hold is taken from what LMDeploy hands to the
 graph runner, before it pads; every other slot and block must keep the pattern.
 
-The scenario has besides: "pad_slot" (state slot of a padded row), "pad" ("live-slot" or "live-block": a padded row
-gets those of the first real row), "guard" (compare steps, see capture_guard.py) and "unsafe" (a fault that no graph
-survives, by name).
+The scenario has besides: "card" (what the runner puts into a padded step, fields of cpu_graphs.Card), "guard" (compare
+steps, see capture_guard.py) and "plant" (a fault of below, by name).
 
 Usage: python -m tests.e2e.padded_pipeline SCENARIO.json
 """
@@ -122,22 +121,76 @@ def _changed(pools: list[tuple[Tensor, int]]) -> set[int]:
 
 def pad_with_a_live_slot() -> None:
     """Give padded rows the state slot of the first real row."""
-    from dlinfer_ext.framework.lmdeploy.cpu_graphs import Bucket
+    from dlinfer_ext.framework.lmdeploy.graph_rows import GraphRows
 
-    def pad(state_ids: Tensor, rows: int, _: int) -> None:
-        state_ids[rows:] = state_ids[0]
+    original = GraphRows.fill
 
-    setattr(Bucket, "_pad_slots", staticmethod(pad))  # noqa: B010
+    def fill(rows: GraphRows, history_lens: Tensor, state_ids: Tensor) -> None:
+        original(rows, history_lens, state_ids)
+        rows.state_indices[state_ids.size(0) :] = state_ids[0]
+
+    setattr(GraphRows, "fill", fill)  # noqa: B010
 
 
 def pad_with_a_free_slot() -> None:
     """Give padded rows the pool's last slot, which no request holds."""
+    from dlinfer_ext.framework.lmdeploy.graph_rows import GraphRows
+
+    original = GraphRows.fill
+
+    def fill(rows: GraphRows, history_lens: Tensor, state_ids: Tensor) -> None:
+        original(rows, history_lens, state_ids)
+        rows.state_indices[state_ids.size(0) :] = 7
+
+    setattr(GraphRows, "fill", fill)  # noqa: B010
+
+
+def rows_of_the_host() -> None:
+    """Do without buffers of our own: take the rows from what the runner bound."""
+    from dlinfer_ext.framework.lmdeploy import graph_rows
+
+    graph_rows.attach = lambda runner: runner
+
+
+def capture_with_real_rows() -> None:
+    """Capture a graph with the rows of its first step."""
+    from dlinfer_ext.framework.lmdeploy.graph_rows import GraphRows, RowBinder
+
+    original = RowBinder.fill
+
+    def fill(binder: RowBinder, graph_meta: Any, **kwargs: Any) -> Any:
+        attention = kwargs["attn_metadata"]
+        history_lens = attention.kv_seqlens - attention.q_seqlens
+        filled = original(binder, graph_meta, **kwargs)
+        rows: GraphRows | None = getattr(attention, "gated_delta_rows", None)
+        if binder.awaited is not None and rows is not None:
+            rows.fill(history_lens, kwargs["state_ids"])
+        return filled
+
+    setattr(RowBinder, "fill", fill)  # noqa: B010
+
+
+def fill_from_its_own_buffers() -> None:
+    """Fill for the replay from what the capture's fill has left in the metadata."""
+    from dlinfer_ext.framework.lmdeploy import graph_rows
+
+    setattr(graph_rows._Found, "put_back", lambda _: None)  # noqa: B010
+
+
+def capture_without_a_replay() -> None:
+    """Take what the captured run gives for the step, as a runner of CUDA does."""
     from dlinfer_ext.framework.lmdeploy.cpu_graphs import Bucket
 
-    def pad(state_ids: Tensor, rows: int, _: int) -> None:
-        state_ids[rows:] = 7
+    original, ran = Bucket.run, set[int]()
 
-    setattr(Bucket, "_pad_slots", staticmethod(pad))  # noqa: B010
+    def run(bucket: Bucket, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if id(bucket) in ran:
+            return original(bucket, *args, **kwargs)
+        ran.add(id(bucket))
+        cut: dict[str, Any] = bucket.model.get_outputs_cudagraph(bucket.outputs, **kwargs)
+        return cut
+
+    setattr(Bucket, "run", run)  # noqa: B010
 
 
 def pad_with_a_free_block() -> None:
@@ -191,18 +244,18 @@ def columns_by_length() -> None:
 
 
 def metadata_of_the_step() -> None:
-    """Take the histories from this step's own tensor instead of from the runner's buffers."""
-    from dlinfer_ext.framework.lmdeploy.cpu_graphs import Bucket
+    """Take the histories from a tensor of this step's own instead of from static buffers."""
+    from dlinfer_ext.framework.lmdeploy.graph_rows import GraphRows
 
-    original = Bucket._bind_ascend_fields
+    original = GraphRows.fill
     kept: list[Tensor] = []
 
-    def bind(self: Bucket, attention: Any) -> None:
-        original(self, attention)
-        attention.kv_seqlens = attention.kv_seqlens.clone()
-        kept.append(attention.kv_seqlens)
+    def fill(rows: GraphRows, history_lens: Tensor, state_ids: Tensor) -> None:
+        rows.history_lens = rows.history_lens.clone()
+        kept.append(rows.history_lens)
+        original(rows, history_lens, state_ids)
 
-    setattr(Bucket, "_bind_ascend_fields", bind)  # noqa: B010
+    setattr(GraphRows, "fill", fill)  # noqa: B010
 
 
 FAULTS: Final = {
@@ -211,6 +264,10 @@ FAULTS: Final = {
         pad_with_a_live_slot,
         pad_with_a_free_slot,
         pad_with_a_free_block,
+        rows_of_the_host,
+        capture_with_real_rows,
+        fill_from_its_own_buffers,
+        capture_without_a_replay,
         host_read,
         columns_by_length,
         metadata_of_the_step,
@@ -225,7 +282,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
 
     pools = Pools()
     pools.watch()
-    cpu_graphs.PaddedGraphRunner.pad_slot = scenario.get("pad_slot", -1)
+    cpu_graphs.PaddedGraphRunner.card = cpu_graphs.Card(**scenario.get("card", {}))
     if scenario.get("plant"):
         FAULTS[scenario["plant"]]()
     seen = capture_guard.enable() if scenario.get("guard") else None

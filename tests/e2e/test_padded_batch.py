@@ -11,22 +11,38 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dlinfer_ext.framework.lmdeploy import cpu_graphs
 from tests.e2e.checkpoints import checkpoint, random_qwen3_5  # noqa: F401
 from tests.e2e.engine import PROMPTS, ROOT, assert_identical, expected, first_difference
 
 pytestmark = [pytest.mark.lmdeploy]
 
 TOKENS = 32
+DLINFER = asdict(cpu_graphs.DLINFER)
+# The prompt of two tokens last: with lengths that are cumulative its history would come out as none at all.
+SHORT_LAST = (0, 2, 1)
 Checkpoint = Callable[..., Path]
 
 
-def run(model: Path, tmp_path: Path, rows: int, **scenario: Any) -> dict[str, Any]:
-    """Run one scenario of `padded_pipeline.py` in a process of its own."""
+def run(model: Path, tmp_path: Path, rows: int, *, warm_up: bool = True, **scenario: Any) -> dict[str, Any]:
+    """Run one scenario of `padded_pipeline.py` in a process of its own.
+
+    LMDeploy captures every bucket with dummy rows as it starts; without `warm_up`, requests are what it is done with.
+    """
+    done = start(model, tmp_path, rows, warm_up, **scenario)
+    results = [text for text in done.stdout.splitlines() if text.startswith("RESULT ")]
+    assert results, f"no result, exit code {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    result: dict[str, Any] = json.loads(results[-1].removeprefix("RESULT "))
+    return result
+
+
+def start(model: Path, tmp_path: Path, rows: int, warm_up: bool, **scenario: Any) -> subprocess.CompletedProcess[str]:
     file = tmp_path / "scenario.json"
     base = {"model": str(model), "batches": [PROMPTS[:rows]], "tokens": TOKENS}
     file.write_text(json.dumps(base | scenario), encoding="utf-8")
@@ -36,17 +52,20 @@ def run(model: Path, tmp_path: Path, rows: int, **scenario: Any) -> dict[str, An
         "DLINFER_EXT_STRICT": "1",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        "LMDEPLOY_SKIP_WARMUP": "0" if warm_up else "1",
     }
     line = [sys.executable, "-m", "tests.e2e.padded_pipeline", str(file)]
-    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
-    results = [text for text in done.stdout.splitlines() if text.startswith("RESULT ")]
-    assert results, f"no result, exit code {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    result: dict[str, Any] = json.loads(results[-1].removeprefix("RESULT "))
-    return result
+    return subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
 
 
 def want(model: Path, rows: int) -> list[list[int]]:
     return expected(model, PROMPTS, TOKENS)[:rows]
+
+
+def short_last(model: Path) -> tuple[dict[str, Any], list[list[int]]]:
+    """Return a batch of three rows for `run`, and its tokens."""
+    right = want(model, 3)
+    return {"batches": [[PROMPTS[i] for i in SHORT_LAST]]}, [right[i] for i in SHORT_LAST]
 
 
 def assert_padded(result: dict[str, Any], drafts: int) -> None:
@@ -60,17 +79,17 @@ def assert_padded(result: dict[str, Any], drafts: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "drafts", "pad_slot"), [(3, 0, -1), (3, 4, -1), (5, 0, -1), (5, 4, -1), (3, 4, 0), (5, 0, 0)]
+    ("rows", "drafts", "card"), [(3, 0, {}), (3, 4, {}), (5, 0, DLINFER), (5, 4, DLINFER)], ids=lambda p: str(bool(p))
 )
 def test_padded_rows_change_no_token_and_write_nowhere(
     rows: int,
     drafts: int,
-    pad_slot: int,
+    card: dict[str, Any],
     checkpoint: Checkpoint,  # noqa: F811
     tmp_path: Path,
 ) -> None:
     model = checkpoint(random_qwen3_5)
-    result = run(model, tmp_path, rows, drafts=drafts, pad_slot=pad_slot, guard=True)
+    result = run(model, tmp_path, rows, drafts=drafts, card=card, guard=True)
     assert_identical(result, want(model, rows))
     assert_padded(result, drafts)
     slots, blocks = result["memory"]["slots"], result["memory"]["blocks"]
@@ -81,12 +100,29 @@ def test_padded_rows_change_no_token_and_write_nowhere(
     assert rows <= blocks["held_changed"] == blocks["held"] < blocks["size"] - 1
     assert not slots["stray"]
     assert not blocks["stray"]
-    # LMDeploy's reserved slot is written only where padded rows are given it; its block 0 is theirs always.
-    assert slots["reserved_changed"] == (pad_slot == 0)
+    # LMDeploy's reserved slot is not written even if the runner pads with it; its block 0 is theirs always.
+    assert not slots["reserved_changed"]
     assert blocks["reserved_changed"]
     guard = result["guard"]
     assert guard["compared"] > 10
     assert not guard["problems"], guard
+
+
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_a_first_step_that_is_run_three_times_counts_once(
+    drafts: int,
+    checkpoint: Checkpoint,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    model = checkpoint(random_qwen3_5)
+    batch, right = short_last(model)
+    result = run(model, tmp_path, 3, warm_up=False, drafts=drafts, card=DLINFER, guard=True, **batch)
+    assert_identical(result, right)
+    assert_padded(result, drafts)
+    # The buckets of 4 and fewer rows that were needed, of the model and with drafts of both kinds of draft steps.
+    assert result["counters"]["captures"] >= (3 if drafts else 1)
+    assert not result["guard"]["problems"], result["guard"]
+    assert not result["memory"]["slots"]["reserved_changed"]
 
 
 def test_prefill_is_never_padded_and_eager_mode_never_pads(checkpoint: Checkpoint, tmp_path: Path) -> None:  # noqa: F811
@@ -100,6 +136,43 @@ def test_prefill_is_never_padded_and_eager_mode_never_pads(checkpoint: Checkpoin
 
 
 # --- negative controls -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("drafts", "card"),
+    [
+        (0, {"cumulative_q_seqlens": True}),
+        (4, {"cumulative_q_seqlens": True}),
+        (0, {"stale_cu_seqlens": True}),
+        (4, {"stale_cu_seqlens": True}),
+    ],
+)
+def test_control_rows_from_what_the_runner_binds(
+    drafts: int,
+    card: dict[str, Any],
+    checkpoint: Checkpoint,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    model = checkpoint(random_qwen3_5)
+    batch, right = short_last(model)
+    result = run(model, tmp_path, 3, drafts=drafts, card=card, plant="rows_of_the_host", **batch)
+    assert_padded(result, drafts)
+    assert [first_difference(g, w) for g, w in zip(result["tokens"], right, strict=True)] != [None] * 3
+
+
+@pytest.mark.parametrize("fault", ["capture_with_real_rows", "fill_from_its_own_buffers"])
+def test_control_first_step_of_a_bucket(fault: str, checkpoint: Checkpoint, tmp_path: Path) -> None:  # noqa: F811
+    model = checkpoint(random_qwen3_5)
+    batch, right = short_last(model)
+    result = run(model, tmp_path, 3, warm_up=False, card=DLINFER, plant=fault, **batch)
+    assert result["counters"]["captures"] >= 1
+    assert [first_difference(g, w) for g, w in zip(result["tokens"], right, strict=True)] != [None] * 3
+
+
+def test_control_a_capture_that_is_not_replayed(checkpoint: Checkpoint, tmp_path: Path) -> None:  # noqa: F811
+    done = start(checkpoint(random_qwen3_5), tmp_path, 3, True, plant="capture_without_a_replay")
+    assert "captured a graph and did not replay it for the step it was captured with" in done.stdout + done.stderr
+    assert "RESULT " not in done.stdout
 
 
 @pytest.mark.parametrize("drafts", [0, 4])

@@ -10,6 +10,7 @@ from lmdeploy.pytorch.backends.gated_delta_rule import GatedDeltaMetaBuildSpec, 
 from lmdeploy.pytorch.backends.multinomial_sampling import MultinomialSamplingBuildSpec
 from lmdeploy.pytorch.backends.rejection_sampling import RejectionSamplingBuildSpec
 
+from . import graph_rows
 from .gated_delta import CausalConv1d, GatedDeltaMetadataBuilder, GatedDeltaRule
 from .rejection_sampling import RejectionSampling
 from .seeds import MultinomialSampling
@@ -55,6 +56,12 @@ class GatedDeltaAscendBackend(AscendOpsBackend):  # type: ignore[misc]
             if not (meta.is_decoding or meta.is_multi_token_decoding):
                 meta.has_initial_state = meta.cache_seqlens > 0
         return context
+
+    @staticmethod
+    def build_graph_runner(model: Any, model_config: Any, cache_config: Any, backend_config: Any, device: Any) -> Any:
+        """Build the host's runner; under a graph, gated delta layers take their rows from buffers of ours."""
+        runner = AscendOpsBackend.build_graph_runner(model, model_config, cache_config, backend_config, device)
+        return graph_rows.attach(runner) if model_config.is_gated_delta else runner
 
     @staticmethod
     def init() -> None:

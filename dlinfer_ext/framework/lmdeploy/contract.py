@@ -31,7 +31,7 @@ class Seam:
     """One function, class or set of fields of the host.
 
     Attributes:
-        hook: the hook it belongs to (H1 … H13, docs/en/hosts.md).
+        hook: the hook it belongs to (H1 … H14, docs/en/hosts.md).
         module: dotted module name.
         name: qualified name in it.
         parameters: the parameter names in order for a function ("*" and "**" included), the annotated fields needed
@@ -315,6 +315,49 @@ SEAMS: Final = (
         "StateBase.release_paging_resources",
         _names("self"),
         "called for a preempted sequence",
+    ),
+    Seam(
+        "H14",
+        f"{ASCEND}.op_backend",
+        "AscendOpsBackend.build_graph_runner",
+        _names("model model_config cache_config backend_config device"),
+        "its runner's model is given our rows",
+    ),
+    Seam(
+        "H14",
+        f"{BACKENDS}.graph_runner",
+        "GraphRunner.__init__",
+        _names("self model model_config cache_config backend_config device **kwargs"),
+        "keeps the model and the backend's config under these names",
+    ),
+    Seam(
+        "H14",
+        f"{BACKENDS}.graph_runner",
+        "GraphRunner.__call__",
+        _names("self **kwargs"),
+        "wrapped: a capture that is not replayed for its step is an error",
+    ),
+    Seam(
+        "H14",
+        MIXIN,
+        "CudaGraphMixin.make_buffers_cudagraph",
+        _names("self graph_meta input_ids position_ids past_key_values attn_metadata inputs_embeds **kwargs"),
+        "wrapped: makes the static rows of a bucket",
+    ),
+    Seam(
+        "H14",
+        MIXIN,
+        "CudaGraphMixin.fill_buffers_cudagraph",
+        _names("self graph_meta input_ids position_ids past_key_values attn_metadata inputs_embeds **kwargs"),
+        "wrapped: fills them from the step as it came",
+    ),
+    Seam("H14", MIXIN, "CudaGraphMeta", _names("max_batchs max_tokens"), "the rows and tokens of a bucket"),
+    Seam(
+        "H14",
+        f"{BACKENDS}.attention",
+        "AttentionMetadata",
+        _names("q_seqlens kv_seqlens"),
+        "the lengths of a step's rows",
     ),
 )
 

@@ -6,13 +6,15 @@ but all of that can be had without a graph. The buffers, their padding and the c
 (`CudaGraphMixin`, and each model's additions to it); what only its Ascend metadata has is padded here alike.
 
 A padded row holds the newest tokens of a request that has just begun and owns nothing: `query_len` random tokens, no
-history, the reserved key and value block 0, and state slot `PaddedGraphRunner.pad_slot`.
+history, the reserved key and value block 0. What its state slot and the row lengths are is the runner's `Card`; gated
+delta layers take theirs from graph_rows.py.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar, Final
 
@@ -49,6 +51,24 @@ def offer_fill() -> None:
     sys.modules[FILL] = module
 
 
+@dataclass(frozen=True)
+class Card:
+    """What a runner puts into a padded step; the defaults are LMDeploy's, `DLINFER` is what dlinfer does on a card.
+
+    Attributes:
+        pad_slot: the state slot of a padded row.
+        cumulative_q_seqlens: `q_seqlens` holds the end of each row.
+        stale_cu_seqlens: `cu_seqlens_q` stays the tensor of the bucket's first step, whose memory is used anew.
+    """
+
+    pad_slot: int = -1
+    cumulative_q_seqlens: bool = False
+    stale_cu_seqlens: bool = False
+
+
+DLINFER: Final = Card(pad_slot=0, cumulative_q_seqlens=True, stale_cu_seqlens=True)
+
+
 class Bucket:
     """The buffers of one step shape, and one model's steps on them.
 
@@ -61,40 +81,60 @@ class Bucket:
         self.model = model
         self.meta = meta
         self.outputs: dict[str, Any] = {}
+        self._lengths: dict[str, Tensor] = {}
 
-    def run(self, key: tuple[Any, ...], pad_slot: int, **kwargs: Any) -> dict[str, Any]:
-        """Run one step of at most `meta.max_batchs` rows; its metadata is changed in place, as on a card."""
-        padded = self._bind(pad_slot, **kwargs)
+    def capture(self, key: tuple[Any, ...], card: Card, **kwargs: Any) -> None:
+        """Do what dlinfer does to capture a graph: fill new buffers with the first step, and run the model twice."""
+        self.meta.input_buffers = self.model.make_buffers_cudagraph(self.meta, **kwargs)
+        padded = self._bind(card, **kwargs)
+        self.model(**padded)
         with capture_guard.watch(key):
-            output = self.model.make_output_buffers(self.model(**padded))
-        for name, value in output.items():
+            self._give(self.model(**padded))
+        if card.stale_cu_seqlens:
+            self._lengths["cu_seqlens_q"].zero_()  # the first step is over, its memory goes to another
+        counters.add("captures")
+
+    def run(self, key: tuple[Any, ...], card: Card, **kwargs: Any) -> dict[str, Any]:
+        """Run one step of at most `meta.max_batchs` rows; its metadata is changed in place, as on a card."""
+        padded = self._bind(card, **kwargs)
+        with capture_guard.watch(key):
+            output = self.model(**padded)
+        self._give(output)
+        cut: dict[str, Any] = self.model.get_outputs_cudagraph(self.outputs, **kwargs)
+        return cut
+
+    def _give(self, output: Any) -> None:
+        for name, value in self.model.make_output_buffers(output).items():
             if isinstance(value, Tensor) and isinstance(self.outputs.get(name), Tensor):
                 self.outputs[name].copy_(value)
             else:
                 self.outputs[name] = value
-        cut: dict[str, Any] = self.model.get_outputs_cudagraph(self.outputs, **kwargs)
-        return cut
 
-    def _bind(self, pad_slot: int, **kwargs: Any) -> dict[str, Any]:
+    def _bind(self, card: Card, **kwargs: Any) -> dict[str, Any]:
         """Copy a step's inputs into the buffers; return what the model is called with."""
         attention = kwargs["attn_metadata"]
         if attention.block_offsets.dtype != torch.int32:
             attention.block_offsets = attention.block_offsets.to(torch.int32)
-        rows = attention.q_seqlens.size(0)
-        if not self.meta.input_buffers:
-            self.meta.input_buffers = self.model.make_buffers_cudagraph(self.meta, **kwargs)
         padded: dict[str, Any] = self.model.fill_buffers_cudagraph(self.meta, **kwargs)
         if self.meta.is_ssm:
-            self._pad_slots(padded["state_ids"], rows, pad_slot)
+            padded["state_ids"][kwargs["state_ids"].size(0) :] = card.pad_slot
         context = self.model.ctx_mgr.current_context()
         self.model.update_context_cudagraph(self.meta, context)
         self._bind_ascend_fields(attention)
+        self._bind_lengths(card, attention)
         context.kv_start_indices = attention.kv_start_indices
         return padded
 
-    @staticmethod
-    def _pad_slots(state_ids: Tensor, rows: int, pad_slot: int) -> None:
-        state_ids[rows:] = pad_slot
+    def _bind_lengths(self, card: Card, attention: Any) -> None:
+        """Bind the row lengths that dlinfer does not bind as LMDeploy does."""
+        rows, query = self.meta.max_batchs, self.meta.decode_query_len
+        if not self._lengths:
+            ends = torch.arange(rows + 1, dtype=torch.int32) * query
+            self._lengths = {"q_seqlens": ends[1:].clone(), "cu_seqlens_q": ends}
+        if card.cumulative_q_seqlens:
+            attention.q_seqlens = self._lengths["q_seqlens"]
+        if card.stale_cu_seqlens:
+            attention.cu_seqlens_q = self._lengths["cu_seqlens_q"]
 
     def _bind_ascend_fields(self, attention: Any) -> None:
         """Pad and bind what only LMDeploy's Ascend metadata has."""
@@ -119,12 +159,13 @@ class Bucket:
 class PaddedGraphRunner(GraphRunner):  # type: ignore[misc]
     """LMDeploy's graph runner for eager_mode=False on a CPU: decode and verify steps padded to a bucket, no graph.
 
+    The first step of a bucket is run as dlinfer runs it: twice to capture, and once more after a second fill.
+
     Attributes:
-        pad_slot: the state slot of a padded row: -1 as LMDeploy's runner gives it, or 0, LMDeploy's reserved slot, as
-            dlinfer's does.
+        card: what it puts into a padded step.
     """
 
-    pad_slot: ClassVar[int] = -1
+    card: ClassVar[Card] = Card()
 
     def __init__(self, model: Any, model_config: Any, cache_config: Any, backend_config: Any, device: Any) -> None:
         super().__init__(model, model_config, cache_config, backend_config, device)
@@ -142,12 +183,14 @@ class PaddedGraphRunner(GraphRunner):  # type: ignore[misc]
         size = self._bucket_size(self.get_meta().padding_batch_size or rows)
         key = (size, query_len, *self.model.get_cudagraph_extra_key(**kwargs))
         bucket = self._buckets.get(key)
+        place = (id(self), *key)
         if bucket is None:
             bucket = self._buckets[key] = Bucket(self.model, self._bucket_meta(size, query_len))
+            bucket.capture(place, self.card, **kwargs)
         if size > rows:
             counters.add("padded_steps")
             counters.add("padded_rows", size - rows)
-        return bucket.run((id(self), *key), self.pad_slot, **kwargs)
+        return bucket.run(place, self.card, **kwargs)
 
     def _bucket_size(self, rows: int) -> int:
         """Return the smallest captured batch size that holds `rows`.

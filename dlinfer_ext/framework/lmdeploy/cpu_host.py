@@ -41,9 +41,11 @@ def backend_class() -> type:
             """Without graphs; eager_mode=False gives steps the shape that graphs give them (cpu_graphs.py)."""
             if backend_config.eager_mode:
                 return GraphRunner(model, model_config, cache_config, backend_config, device)
+            from . import graph_rows
             from .cpu_graphs import PaddedGraphRunner
 
-            return PaddedGraphRunner(model, model_config, cache_config, backend_config, device)
+            runner = PaddedGraphRunner(model, model_config, cache_config, backend_config, device)
+            return graph_rows.attach(runner) if model_config.is_gated_delta else runner
 
         @staticmethod
         def init() -> None:

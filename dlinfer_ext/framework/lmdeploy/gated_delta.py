@@ -16,13 +16,15 @@ from torch import Tensor
 
 from ... import ops
 from . import counters
+from .graph_rows import ROWS, GraphRows
 
 
 class GatedDeltaMetadata(GatedDeltaMeta):  # type: ignore[misc]
     """One step's rows, for the convolution and the rule of every layer.
 
     The base class's constructor is not called: its indices are wrong for chunks shorter than W - 1 and fail on an
-    empty last row, and the operators need none of them.
+    empty last row, and the operators need none of them. A step in a graph's shape has its rows in static buffers
+    (graph_rows.py), and nothing else of its metadata is used.
 
     Attributes:
         is_decoding: True for a decode and for an MTP verify (LMDeploy's Ascend metadata has two flags for them).
@@ -34,15 +36,23 @@ class GatedDeltaMetadata(GatedDeltaMeta):  # type: ignore[misc]
         host_lengths: row lengths as Python ints in prefill, so that the operators read nothing from the device.
     """
 
+    cu_seqlens: Tensor
+    history_lens: Tensor
+
     def __init__(self, num_tokens: int, conv_kernel_size: int, state_ids: Tensor, attn_metadata: Any) -> None:
         multi_token = bool(getattr(attn_metadata, "is_multi_token_decoding", False))
         self.is_decoding = bool(attn_metadata.is_decoding) or multi_token
         self.num_spec_tokens: int = get_step_ctx_manager().build_ctx.num_spec_tokens
-        self.cu_seqlens: Tensor = attn_metadata.cu_seqlens_q
-        self.history_lens: Tensor = attn_metadata.kv_seqlens - attn_metadata.q_seqlens
+        self.host_lengths: tuple[int, ...] | None = None
+        rows: GraphRows | None = getattr(attn_metadata, ROWS, None)
+        if rows is not None:  # counted as they were filled: a replay does not come here
+            self.cu_seqlens, self.history_lens = rows.cu_seqlens, rows.history_lens
+            self.cache_seqlens, self.state_indices = rows.history_lens, rows.state_indices
+            return
+        self.cu_seqlens = attn_metadata.cu_seqlens_q
+        self.history_lens = attn_metadata.kv_seqlens - attn_metadata.q_seqlens
         self.cache_seqlens = self.history_lens
         self.state_indices = state_ids.to(torch.int64)
-        self.host_lengths: tuple[int, ...] | None = None
         if not self.is_decoding and attn_metadata.cu_seqlens_q_cpu is not None:
             # A CPU tensor that the backend made for its attention operators: no device read.
             ends = attn_metadata.cu_seqlens_q_cpu.tolist()
