@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import os
@@ -14,9 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import BaseModel
 
 import dlinfer_ext.ops  # noqa: F401  (declares the operators)
 from dlinfer_ext import envs
+from dlinfer_ext.cli import e2e
+from dlinfer_ext.e2e import report, runner, scenario
 from dlinfer_ext.framework.lmdeploy import contract
 from dlinfer_ext.framework.lmdeploy.patches import PATCHES
 from dlinfer_ext.ops import _registry
@@ -98,6 +102,13 @@ def test_links_between_files_resolve(path: Path) -> None:
     assert broken == []
 
 
+def tables(path: Path) -> list[list[str]]:
+    """Return, for every table of a page, the code spans in its first column."""
+    prose = FENCE.sub("", read(path))
+    found = re.findall(r"(?:^\|.*\|$\n?)+", prose, re.MULTILINE)
+    return [[c for row in rows.splitlines() for c in re.findall(r"`([^`]+)`", row.split("|")[1])] for rows in found]
+
+
 def anchors(path: Path) -> set[str]:
     """Return the anchors that GitHub gives a page's headings."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", read(path)), re.MULTILINE)
@@ -108,7 +119,7 @@ def anchors(path: Path) -> set[str]:
 def test_every_fence_is_closed_and_of_a_known_kind(path: Path) -> None:
     text = read(path)
     assert text.count("```") == 2 * len(FENCE.findall(text))
-    assert {info for info, _ in FENCE.findall(text)} <= {"bash", "python", "python run", "text"}
+    assert {info for info, _ in FENCE.findall(text)} <= {"bash", "python", "python run", "text", "yaml"}
 
 
 # --- what pages list is what the code has -----------------------------------------------------------------------------
@@ -167,19 +178,59 @@ def test_names_and_faults_that_pages_mention_exist(tree: Path) -> None:
         assert name in faults.FAULTS
 
 
+@BOTH_TREES
+def test_scenarios_settings_and_rules_are_those_of_the_code(tree: Path) -> None:
+    found = tables(tree / "e2e.md")
+    assert [f.stem for f in scenario.shipped()] in found
+    rows = dict(re.findall(r"^\| `(\w+)` \| ((?:cpu|npu)[^|]*) \|", read(tree / "e2e.md"), re.MULTILINE))
+    for file in scenario.shipped():
+        assert tuple(re.findall(r"\w+", rows[file.stem])) == scenario.load(file).where
+    kinds: tuple[type[BaseModel], ...] = (scenario.Scenario, scenario.Request, scenario.Soak, scenario.Law)
+    wanted = [[name for name in kind.model_fields if name != "name"] for kind in kinds]
+    assert [sorted(t) for t in found if sorted(t) in map(sorted, wanted)] == [sorted(w) for w in wanted]
+    assert list(report.RULES) in found
+    for number in (runner.LOGIT_MARGIN, round(100 * runner.LOGIT_ERROR)):
+        assert f"{number}" in read(tree / "e2e.md")
+
+
+@pytest.mark.parametrize("text", blocks(ENGLISH / "e2e.md", "yaml"))
+def test_scenario_of_the_page_can_be_used(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "my_scenario.yaml"
+    file.write_text(text, encoding="utf-8")
+    assert len(list(scenario.load(file).runs())) == 4
+
+
+@BOTH_TREES
+def test_engine_starts_on_a_card_are_counted(tree: Path) -> None:
+    starts = 0
+    for file in scenario.shipped():
+        one = scenario.load(file)
+        if "npu" in one.where:
+            starts += len(list(one.runs())) * one.engines + (one.law is None)  # and the plain run
+    assert re.search(rf"\b{starts}\b", read(tree / "e2e.md"))
+
+
 # --- what pages tell the reader to run --------------------------------------------------------------------------------
+
+
+OWN_COMMAND = r"\bpython -m dlinfer_ext\b(?! demo| verify --| e2e(?! --list))"
 
 
 def commands() -> list[str]:
     """Return every command of this package's own line in the pages.
 
-    Left out: demo, which needs a server and has tests of its own, and the kernel checks, which `make verify` runs.
+    Left out: demo, which needs a server and has tests of its own; the kernel checks, which `make verify` runs; and the
+    scenarios, which are tests.
     """
     found = []
     for page in PAGES:
         for block in blocks(ENGLISH / page, "bash"):
             lines = block.replace("\\\n", " ").splitlines()
-            found += [line for line in lines if re.search(r"\bpython -m dlinfer_ext\b(?! demo| verify --)", line)]
+            found += [
+                line
+                for line in lines
+                if re.search(r"\bpython -m dlinfer_ext\b(?! demo| verify --| e2e(?! --list))", line)
+            ]
     return sorted(set(found))
 
 
@@ -191,6 +242,20 @@ def test_command_exits_with_zero(line: str) -> None:
         # On an Ascend machine the vendor need not be set.
         variables.setdefault("DLINFER_EXT_VENDOR", "cpu")
     run([sys.executable, *words[words.index("python") + 1 :]], variables=variables)
+
+
+def scenario_commands() -> list[str]:
+    text = "\n".join(b.replace("\\\n", " ") for page in PAGES for b in blocks(ENGLISH / page, "bash"))
+    return sorted({line.partition(" 2>&1")[0] for line in re.findall(r"python -m dlinfer_ext e2e(.*)", text)})
+
+
+@pytest.mark.parametrize("options", scenario_commands())
+def test_scenario_command_can_be_used(options: str) -> None:
+    parser = argparse.ArgumentParser()
+    e2e.add_arguments(parser)
+    given = parser.parse_args(shlex.split(re.sub(r"\$\(.*\)", "--config a.yaml", options)))
+    for name in given.config or ():
+        assert name.endswith(".yaml") or scenario.find(name)
 
 
 def snippets(kind: str) -> list[tuple[str, str]]:
