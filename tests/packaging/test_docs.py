@@ -26,7 +26,7 @@ from dlinfer_ext.framework.lmdeploy.patches import PATCHES
 from dlinfer_ext.ops import _registry
 from dlinfer_ext.testing import TOLERANCE
 from dlinfer_ext.toolchain import interpreter, native
-from tests import faults
+from tests import faults, mutate
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGLISH, CHINESE = ROOT / "docs" / "en", ROOT / "docs" / "zh_cn"
@@ -176,6 +176,9 @@ def test_names_and_faults_that_pages_mention_exist(tree: Path) -> None:
     assert {name for _, cell in rows for name in re.findall(r"`(\w+)`", cell)} <= set(_registry.OPERATORS)
     for name in re.findall(r"PLANT=(\w+)", read(tree / "testing.md")):
         assert name in faults.FAULTS
+    planted = re.findall(r"tests\.mutate --fault (\w+)", read(tree / "testing.md"))
+    assert planted
+    assert set(planted) <= set(mutate.CAUGHT_BY)
 
 
 @BOTH_TREES
