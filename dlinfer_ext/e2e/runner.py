@@ -30,6 +30,12 @@ Logits = dict[int, float]  # the largest logits at a place, by token id; empty w
 
 SESSION: Final = "dlinfer_ext.framework.lmdeploy.session"
 TOP_LOGITS: Final = 10
+# Ray sends no statistics, writes no token file to the home folder, and keeps its store small.
+RAY: Final = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": "200000000",
+}
 # Near ties and rounding of 16-bit types: of the largest logits, in logits and relative to their RMS.
 LOGIT_MARGIN: Final = 0.75
 LOGIT_ERROR: Final = 0.05
@@ -79,6 +85,8 @@ class Target:
             # One thread: the tiny models are faster so, and the order of sums is the reference's.
             clean |= {"OMP_NUM_THREADS": "1"}
             clean[envs.CPU_DTYPE.name] = "float32" if scenario.dtype == "float32" else "auto"
+            if _on_ray(scenario):
+                clean |= RAY
         if self.dtype_of(scenario) != "float32":
             clean["LMDEPLOY_FP32_MAMBA_SSM_DTYPE"] = "1"
         return clean | self.env
@@ -181,6 +189,10 @@ def run_scenario(scenario: Scenario, target: Target, say: Callable[[str], None] 
     return report
 
 
+def _on_ray(scenario: Scenario) -> bool:
+    return bool(scenario.engine.get("distributed_executor_backend") == "ray")
+
+
 def cannot_run(scenario: Scenario, target: Target) -> str | None:
     """Return why a scenario cannot run on this target, or None."""
     if target.vendor == "cpu" and "cpu" not in scenario.where:
@@ -189,7 +201,7 @@ def cannot_run(scenario: Scenario, target: Target) -> str | None:
         return "it is for a CPU"
     if target.vendor == "ascend" and importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed: no card here"
-    if scenario.engine.get("distributed_executor_backend") == "ray" and importlib.util.find_spec("ray") is None:
+    if _on_ray(scenario) and importlib.util.find_spec("ray") is None:
         return "ray is not installed (requirements/ray.txt)"
     return None
 

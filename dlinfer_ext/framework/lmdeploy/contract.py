@@ -237,6 +237,13 @@ SEAMS: Final = (
         "bounded in time on the CPU: a worker may never end by itself",
     ),
     Seam(
+        "H7",
+        "lmdeploy.pytorch.engine.executor.ray_executor",
+        "RayExecutor.collective_rpc",
+        _names("self method args kwargs timeout"),
+        "bounded in time on the CPU where it stops the workers: one may wait for the other's step",
+    ),
+    Seam(
         "H8",
         "lmdeploy.pytorch.config",
         "_update_torch_dtype",

@@ -1,7 +1,8 @@
 """Counts of what ran in this process: a path that did not run must not pass a test for having been right.
 
 Plain Python ints, added to from values the host already has; nothing is read from the device. Only where
-DLINFER_EXT_COUNTERS names a folder, the verify steps are read too, and the process leaves its record there at its end.
+DLINFER_EXT_COUNTERS names a folder, the verify steps are read too, and the process leaves its
+record there, now and then and at its end.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import time
 from collections import Counter
 from multiprocessing import util
 from pathlib import Path
@@ -21,6 +23,7 @@ from ... import envs
 from ...toolchain import native
 
 MAX_ROWS: Final = 1_000_000
+WRITE_EVERY_S: Final = 0.5
 
 _counts: Final[Counter[str]] = Counter()
 _rows: Final[list[list[int]]] = []
@@ -28,6 +31,7 @@ _step: tuple[Tensor, Tensor] | None = None  # slots and histories of the verify 
 _rank: int | None = None
 _dropped = 0
 _warming_up = False
+_written = 0.0
 _writer: int | None = None  # the process that writes at its end: a forked child is another one
 
 
@@ -86,6 +90,8 @@ def _watch(meta: StepRows) -> None:
         Path(envs.COUNTERS.get()).mkdir(parents=True, exist_ok=True)
         atexit.register(write)
         util.Finalize(None, write, exitpriority=100)  # what a child of multiprocessing runs instead
+    if time.monotonic() > _written + WRITE_EVERY_S:
+        write()  # a worker that is killed at the engine's end writes nothing then
 
 
 def verified(num_drafts: int, num_rejected: Tensor, last_token_ids: Tensor) -> None:
@@ -142,6 +148,8 @@ def write() -> None:
     The file is counters-RANK-PID.json, or counters-engine-PID.json where the model runs in one process; it is complete
     whenever it can be seen.
     """
+    global _written
+    _written = time.monotonic()
     folder = Path(envs.COUNTERS.get())
     if _writer != os.getpid() or not envs.COUNTERS.get() or not folder.is_dir() or not _counts:
         return

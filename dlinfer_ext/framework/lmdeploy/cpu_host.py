@@ -117,6 +117,26 @@ def _bound_shutdown(module: Any) -> None:
     module.ExecutorProc.join = join
 
 
+def patch_ray_shutdown(module: Any) -> str:
+    """Bound in time what LMDeploy waits for when a Ray executor stops ("hope this will not lead to hanging").
+
+    One rank may be told to stop before it joins a step's collective in which the other already waits: with gloo, a
+    wait in the event loop. What follows, `release`, ends the workers in any case.
+    """
+    original = module.RayExecutor.collective_rpc
+
+    def collective_rpc(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        if method != "stop_async":
+            return original(self, method, *args, **kwargs)
+        try:
+            return original(self, method, *args, **{"timeout": SHUTDOWN_S} | kwargs)
+        except module.ray.exceptions.GetTimeoutError:
+            logging.getLogger("dlinfer_ext").info("a Ray worker did not stop within %s s", SHUTDOWN_S)
+
+    module.RayExecutor.collective_rpc = collective_rpc
+    return "RayExecutor waits for its workers to stop for a while only"
+
+
 def patch_dtype(module: Any) -> str:
     """Run the engine in fp32 under DLINFER_EXT_CPU_DTYPE=float32; LMDeploy allows 16-bit types only."""
     original = module._update_torch_dtype

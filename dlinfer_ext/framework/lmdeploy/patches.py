@@ -175,6 +175,14 @@ PATCHES: Final = (
         "LMDeploy awaits the barrier",
     ),
     Patch(
+        "H7",
+        "lmdeploy.pytorch.engine.executor.ray_executor",
+        _CPU,
+        _cpu("patch_ray_shutdown"),
+        "two ranks on Ray now and then hang when they are closed",
+        "LMDeploy bounds the wait",
+    ),
+    Patch(
         "H8",
         "lmdeploy.pytorch.config",
         _CPU,
