@@ -80,7 +80,7 @@ def chunk_drops_convolution_history() -> None:
 
 
 def chunk_starts_from_a_zero_state() -> None:
-    """Start every chunk of a prompt from a zero state (3090 cookbook PR 43: source off whenever q > 1)."""
+    """Start every chunk of a prompt from a zero state (qwen38-27b-rtx3090 PR 43: off whenever q > 1)."""
     chunk_eager: Any = importlib.import_module("dlinfer_ext.kernels.gated_delta_rule.chunk_eager")
 
     def places(original: Any, *args: Any) -> Any:
@@ -102,7 +102,7 @@ def ring_lengths_of_prefill_and_verify_differ() -> None:
 
 
 def activation_left_out_in_verify() -> None:
-    """Leave the convolution's SiLU out in decode and verify steps (a specialised one-token kernel)."""
+    """Leave the convolution's SiLU out in decode and verify steps."""
 
     def forward(original: Any, self: Any, *args: Any, activation: Any) -> Tensor:
         out: Tensor = original(self, *args, activation=None if args[4].is_decoding else activation)
@@ -171,7 +171,7 @@ def rows_one_token_short() -> None:
 
 
 def multiple_of_the_ring_taken_for_fresh() -> None:
-    """Look at the position in the ring, not in the text, to see whether a row has a history (sglang issue 30763)."""
+    """Look at the position in the ring, not in the text, to see whether a row has a history."""
 
     def change(meta: Any) -> None:
         if meta.is_decoding and meta.num_spec_tokens:

@@ -19,7 +19,7 @@ def _module(name: str) -> Any:
 
 
 def prefix_state_saved_before_the_step() -> None:
-    """Copy a state into the prefix cache before the step that it is to be the result of (sglang PR 35821)."""
+    """Copy a state into the prefix cache before the step that it is to be the result of."""
     agent = _module("engine.model_agent.agent")
     save = agent._save_cache_checkpoint
 
@@ -87,7 +87,7 @@ def histories_in_the_order_of_the_step_before() -> None:
 
 
 def convolution_split_in_one_piece() -> None:
-    """Split the convolution's channels over the ranks as they lie, not q, k and v apart (vllm-ascend issue 10961)."""
+    """Split the convolution's channels over the ranks as they lie, not q, k and v apart."""
     gated_delta = _module("nn.gated_delta")
 
     def load(original: Any, self: Any, param: Any, loaded_weight: Tensor) -> None:

@@ -33,7 +33,7 @@ def positions_before_the_prompt_taken_modulo() -> None:
 
 
 def recurrent_state_not_zeroed_on_reuse() -> None:
-    """Let a fresh prompt go on from the state that its slot was left with (modular issue 6681, vLLM PR 35275)."""
+    """Let a fresh prompt go on from the state that its slot was left with."""
 
     def places(original: Any, *args: Any) -> Any:
         read, write, _, live = original(*args)
@@ -82,7 +82,7 @@ def fresh_state_reset_by_a_gate() -> None:
 
 
 def recurrent_ring_one_entry_short() -> None:
-    """Count the ring of states as one per draft, without the one for the token before them (vllm-ascend issue 9290)."""
+    """Count the ring of states as one per draft, without the one for the token before them."""
 
     def slot(original: Any, history: Tensor, offset: Any, ring: int) -> Tensor:
         found: Tensor = original(history, offset, ring - 1)

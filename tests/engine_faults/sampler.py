@@ -20,12 +20,12 @@ def _greedy(faulty: Callable[[Callable[[Tensor, Tensor], Any], Tensor, Tensor], 
 
 
 def every_draft_accepted() -> None:
-    """Accept whatever was drafted (vllm-ascend issue 13730)."""
+    """Accept whatever was drafted."""
     _greedy(lambda original, target, draft: original(torch.cat([draft, target[:, -1:]], 1), draft))
 
 
 def no_draft_accepted() -> None:
-    """Accept nothing: every token is right, and drafts only cost (vllm-ascend issues 9290 and 10495)."""
+    """Accept nothing: every token is right, and drafts only cost (what vllm-ascend issues 9290, 10495 saw)."""
     _greedy(lambda original, target, draft: original(target, torch.full_like(draft, -1)))
 
 
@@ -43,7 +43,7 @@ def rejected_draft_emitted() -> None:
 
 
 def bonus_token_of_the_row_before() -> None:
-    """Take the bonus token from the last draft's row (vllm-ascend PR 11612: bonus ids of the wrong shape)."""
+    """Take the bonus token from the last draft's row."""
     _greedy(lambda original, target, draft: original(torch.cat([target[:, :-1], target[:, -2:-1]], 1), draft))
 
 
