@@ -3,10 +3,13 @@
 #   PYTHON=python3.11   the interpreter that makes .venv
 #   TORCH_INDEX=URL     index of PyTorch's CPU builds, where pip's default index offers CUDA builds only
 #   DRAFTS=4 PORT=23333 options of demo and serve
+#   OUT=e2e-report      where e2e and e2e-npu write their report
 PYTHON ?= python3.11
 TORCH_INDEX ?=
 DRAFTS ?= 4
 PORT ?= 23333
+MODEL ?=
+OUT ?= e2e-report
 VENV := .venv
 RAY := .venv-ray
 BIN := $(VENV)/bin
@@ -16,7 +19,7 @@ PIP := $(BIN)/python -m pip install $(PIP_OPTIONS)
 export OMP_NUM_THREADS ?= 1
 export PIP_NO_WARN_SCRIPT_LOCATION = 1
 
-.PHONY: demo serve test test-ray test-interpret test-native mutate toolchain verify verify-all lint types format bench clean help
+.PHONY: demo serve test test-ray test-interpret test-native e2e e2e-npu mutate toolchain verify verify-all lint types format bench clean help
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -73,7 +76,15 @@ mutate: $(VENV)/.dev ## each known fault planted in a running engine: a scenario
 	$(BIN)/python -m tests.mutate
 
 test-ray: $(RAY)/.ray ## two ranks on LMDeploy's Ray executor
-	$(RAY)/bin/python -m pytest tests/e2e/test_ray.py
+	$(RAY)/bin/python -m pytest tests/e2e/test_ray.py tests/e2e/test_scenarios.py -k "ray or lost_rank"
+
+e2e: $(VENV)/.engine ## every scenario of configs/e2e on this CPU, with a report in $(OUT)
+	$(BIN)/python -m dlinfer_ext e2e --out $(OUT)
+
+# On a card: PYTHON is that of the environment in which LMDeploy runs, with this package and pytest in it.
+e2e-npu: ## the scenarios on a card, with a report in $(OUT): make e2e-npu MODEL=PATH [PYTHON=python3]
+	@test -n "$(MODEL)" || { echo "make e2e-npu MODEL=PATH, the folder of a checkpoint"; exit 2; }
+	E2E_MODEL=$(MODEL) E2E_OUT=$(OUT) $(PYTHON) -m pytest -m npu -rs tests/e2e/test_scenarios.py
 
 VERIFY := $(BIN)/python -m dlinfer_ext verify
 MODELS := qwen3_5-9b,qwen3_5-35b-a3b,qwen3_5-397b,glm-5.3-flash

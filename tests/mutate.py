@@ -90,6 +90,7 @@ EXACT_CHUNKS: Final = Cut("acceptance", 4, (("max_prefill_token_num", 32),), mod
 PADDED: Final = Cut("padded_batch", 4)
 RANKS: Final = Cut("two_ranks", 3)
 LAW: Final = Cut("sampling", 2, draws=800)
+PREEMPTED: Final = Cut("preemption", 0, model="trained")
 
 CAUGHT_BY: Final[dict[str, Cut]] = {
     "ring_gather_from_packed_batch": BESIDE,
@@ -126,6 +127,8 @@ CAUGHT_BY: Final[dict[str, Cut]] = {
     "bonus_token_missing": EXACT,
     "acceptance_drawn_at_zero": LAW,
     "rejected_draft_drawn_again": LAW,
+    "top_k_for_the_bonus_token_only": LAW,
+    "preempted_state_kept": PREEMPTED,
     "prefix_state_saved_before_the_step": PREFIX,
     "prefix_state_under_an_earlier_boundary": PREFIX,
     "prefix_hit_without_its_state": PREFIX,

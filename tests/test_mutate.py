@@ -14,7 +14,7 @@ QUICK = mutate.Cut("short_beside_long", 4, rounds=1, tokens=16)
 
 
 def report(failures: list[str], counters: dict[str, int], error: str | None = None) -> ScenarioReport:
-    run = RunReport("drafts 4", 4, [], failures, counters, None, 1.0, 10, "UniExecutor")
+    run = RunReport("drafts 4", 4, [], failures, counters, None, 1.0, 10, 5, "UniExecutor", [])
     return ScenarioReport("short_beside_long", "", "transformers", "float32", 1.0, [] if error else [run], error)
 
 

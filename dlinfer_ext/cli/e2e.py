@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
+from .. import envs
+
+# What the caller may set for the engine's processes; the other variables are the runner's.
+PASSED_ON = (envs.ROUTE, envs.CHECK, envs.CPU_MEMORY, envs.TOOLCHAIN)
 CHECKPOINT = Path("examples/checkpoints/tiny_qwen3_5")
 
 
@@ -32,7 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="bfloat16",
         help="of the engine on a card (default bfloat16)",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write report.json, report.md and plots there")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        metavar="TIMES",
+        help="times the scenarios' time limits (default 1, and 10 with --vendor ascend)",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="write report.json, report.md, plots and every process's record there"
+    )
     parser.epilog = "Exit code 0: every scenario holds. 1: one does not. 2: a setting that cannot be used."
 
 
@@ -58,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
         vendor=args.vendor,
         reference=args.reference or ("transformers" if args.vendor == "cpu" else "plain"),
         dtype=args.dtype,
+        env={v.name: os.environ[v.name] for v in PASSED_ON if v.name in os.environ},
+        patience=args.patience or (1.0 if args.vendor == "cpu" else 10.0),
     )
 
     def say(line: str) -> None:
@@ -77,5 +92,6 @@ def run(args: argparse.Namespace) -> int:
     summary = report.summary(reports, skipped, target, report.command_line(args))
     if args.out:
         report.write(summary, args.out)
+        report.write_records(reports, args.out)
     print(json.dumps(summary, indent=2) if args.json else report.text(summary))
     return 0 if reports and not any(r.failures for r in reports) else 1

@@ -22,7 +22,10 @@ async def _ask(http: aiohttp.ClientSession, url: str, request: dict[str, Any]) -
         "stop_token_ids": request.get("stop_token_ids") or None,
         "stream": True,
     }
+    if request.get("top_logits"):
+        body |= {"return_logprob": True, "top_logprobs_num": request["top_logits"]}
     result: dict[str, Any] = {"tokens": [], "finish": None, "error": None, "cached_tokens": 0, "prompt_tokens": 0}
+    result["top_logits"] = []
     limit = request.get("cancel_after")
     try:
         async with http.post(f"{url}/generate", json=body) as reply:
@@ -36,6 +39,8 @@ async def _ask(http: aiohttp.ClientSession, url: str, request: dict[str, Any]) -
                 part = json.loads(text.removeprefix("data:"))
                 result["tokens"] += part.get("output_ids") or []
                 info = part.get("meta_info") or {}
+                for place in info.get("output_top_logprobs") or []:
+                    result["top_logits"].append({str(token): value for value, token in place})
                 result["prompt_tokens"] = info.get("prompt_tokens") or result["prompt_tokens"]
                 reason = info.get("finish_reason")
                 if reason:
@@ -54,7 +59,8 @@ def ask_all(url: str, requests: Sequence[dict[str, Any]], timeout_s: float) -> l
 
     Args:
         url: of the server.
-        requests: "text", "new", and optionally "wait" (seconds), "cancel_after", "stop_token_ids", "top_k".
+        requests: "text", "new", and optionally "wait" (seconds), "cancel_after", "stop_token_ids", "top_k" and
+            "top_logits", how many of the largest to return (the server must run with raw_logits).
         timeout_s: for each request; one that takes longer has an error.
     """
 

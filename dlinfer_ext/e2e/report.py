@@ -74,6 +74,10 @@ def _per_step(run: Mapping[str, Any]) -> str:
     return f"{run['acceptance']['tokens_per_step']:.2f}" if run["acceptance"] else "1.00"
 
 
+def _per_engine_step(run: Mapping[str, Any]) -> str:
+    return f"{run['tokens_per_step']:.2f}" if run["tokens_per_step"] else "–"
+
+
 def _parts(run: Mapping[str, Any]) -> str:
     """Where a run's tokens first differ from the reference's."""
     places = [p for rule in run["rules"] for p in (rule.get("first_difference") or {}).values()]
@@ -108,12 +112,12 @@ def markdown(report: Mapping[str, Any]) -> str:
     lines += [
         "",
         "| scenario | run | executor | accepted by position | mean by context (verify rows) | tokens per verify row "
-        "| tokens/s | first divergence |",
-        "|---|---|---|---|---|---|---|---|",
+        "| tokens per engine step | tokens/s | first divergence |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {s['name']} | {run['label']} | {run['executor']} | {_reach(run)} | {_contexts(run)} | {_per_step(run)} | "
-        f"{run['tokens_per_second']} | {_parts(run)} |"
+        f"{_per_engine_step(run)} | {run['tokens_per_second']} | {_parts(run)} |"
         for s in report["scenarios"]
         for run in s["runs"]
     ]
@@ -153,6 +157,18 @@ def write(report: Mapping[str, Any], folder: Path) -> list[Path]:
         body += "\n" + "\n".join(f"![{p.stem}]({p.name})" for p in plots) + "\n"
     files[1].write_text(body, encoding="utf-8")
     return [*files, *plots]
+
+
+def write_records(reports: Sequence[ScenarioReport], folder: Path) -> list[Path]:
+    """Write what every process of every run counted and accepted, one file per run: records/SCENARIO-NUMBER.json."""
+    records = folder / "records"
+    records.mkdir(parents=True, exist_ok=True)
+    files = []
+    for one in reports:
+        for number, run in enumerate(one.runs):
+            files.append(records / f"{one.name}-{number}.json")
+            files[-1].write_text(json.dumps({"label": run.label, "processes": run.records}), encoding="utf-8")
+    return files
 
 
 def _plots(report: Mapping[str, Any], folder: Path) -> list[Path]:

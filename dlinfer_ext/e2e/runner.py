@@ -12,17 +12,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from .. import envs
 from . import acceptance, client, compare, prompts, server
 from .compare import Verdict
 from .prompts import Prompt
-from .scenario import Request, Run, Scenario
+from .scenario import Law, Request, Run, Scenario
 from .simulation import Acceptance
 
 Ids = tuple[int, ...]
@@ -30,6 +32,7 @@ Logits = dict[int, float]  # the largest logits at a place, by token id; empty w
 
 SESSION: Final = "dlinfer_ext.framework.lmdeploy.session"
 TOP_LOGITS: Final = 10
+KEPT_LOGITS: Final = 64  # of the reference's
 # Ray sends no statistics, writes no token file to the home folder, and keeps its store small.
 RAY: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -65,6 +68,7 @@ class Target:
         dtype: of the engine on a card, where LMDeploy has 16-bit types only; on a CPU the scenario's holds.
         plugins: modules to import in the engine's process first.
         env: further variables of the engine's process.
+        patience: times the scenarios' time limits; a large model takes longer to start.
     """
 
     model: Path
@@ -73,6 +77,7 @@ class Target:
     dtype: str = "bfloat16"
     plugins: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
+    patience: float = 1.0
 
     def dtype_of(self, scenario: Scenario) -> str:
         return scenario.dtype if self.vendor == "cpu" else self.dtype
@@ -104,7 +109,9 @@ class RunReport:
     acceptance: Acceptance | None
     seconds: float
     tokens: int
+    steps: int
     executor: str
+    records: list[dict[str, Any]]
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -116,6 +123,8 @@ class RunReport:
             "acceptance": asdict(self.acceptance) if self.acceptance else None,
             "seconds": round(self.seconds, 2),
             "tokens": self.tokens,
+            "steps": self.steps,
+            "tokens_per_step": round(self.tokens / self.steps, 2) if self.steps else None,
             "tokens_per_second": round(self.tokens / self.seconds, 1) if self.seconds else 0.0,
             "executor": self.executor,
         }
@@ -177,7 +186,7 @@ def run_scenario(scenario: Scenario, target: Target, say: Callable[[str], None] 
     """Run every engine run of a scenario and judge it; engine failures end up in the report."""
     report = ScenarioReport(scenario.name, scenario.what, target.reference, target.dtype_of(scenario))
     started = time.monotonic()
-    deadline = started + scenario.timeout_s
+    deadline = started + scenario.timeout_s * target.patience
     try:
         if scenario.law is not None:
             _run_law(scenario, target, report, deadline)
@@ -268,7 +277,10 @@ def _by_transformers(scenario: Scenario, target: Target, unique: dict[Ids, int])
         return answers
     for ids, answer in answers.items():
         table = reference.logits(target.model, [*ids, *answer.tokens], dtype)[len(ids) - 1 : -1]
-        answers[ids] = _Answer(answer.tokens, tuple(dict(enumerate(row.tolist())) for row in table))
+        values, tokens = (t.tolist() for t in table.topk(min(KEPT_LOGITS, table.size(1))))
+        answers[ids] = _Answer(
+            answer.tokens, tuple(dict(zip(*row, strict=True)) for row in zip(tokens, values, strict=True))
+        )
     return answers
 
 
@@ -326,7 +338,11 @@ def _session(scenario: Scenario, target: Target, runs: list[dict[str, Any]], dea
             finally:
                 _end_group(process)
         if not out.is_file():
-            how = f"exit code {code}" if code is not None else f"no result within {scenario.timeout_s} s"
+            how = (
+                f"exit code {code}"
+                if code is not None
+                else f"no result within {scenario.timeout_s * target.patience:.0f} s"
+            )
             raise RunFailed(f"{how}:\n{log.read_text(encoding='utf-8', errors='replace')[-4000:]}")
         results: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))["runs"]
     return results
@@ -361,15 +377,16 @@ def _through_server(scenario: Scenario, target: Target, run: Run, bodies: list[l
     for name, value in run.engine.items():
         flags += [f"--{name.replace('_', '-')}"] if value is True else [f"--{name.replace('_', '-')}", str(value)]
     if target.dtype_of(scenario) != "float32":
-        flags += ["--dtype", target.dtype_of(scenario)]
+        flags += ["--dtype", target.dtype_of(scenario), "--logprobs-mode", "raw_logits"]
+        bodies = [[body | {"top_logits": TOP_LOGITS} for body in requests] for requests in bodies]
     line = server.command(target.model, "model", port, run.drafts, tuple(flags))
     with tempfile.TemporaryDirectory(prefix="dlinfer_ext_records_") as folder:
         env = target.environment(scenario) | {envs.COUNTERS.name: folder}
         started, outputs = time.monotonic(), []
-        with server.serving(line, "model", port, env) as running:
+        with server.serving(line, "model", port, env, 180 * target.patience) as running:
             started = time.monotonic()
             for requests in bodies:
-                outputs += client.ask_all(running.url, requests, scenario.timeout_s)
+                outputs += client.ask_all(running.url, requests, scenario.timeout_s * target.patience)
             seconds = time.monotonic() - started
         records = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(Path(folder).glob("counters-*.json"))]
     return {"outputs": outputs, "processes": records, "executor": "server", "seconds": seconds, "ends": []}
@@ -407,8 +424,15 @@ def _judge(
         acceptance=measured,
         seconds=result["seconds"],
         tokens=sum(len(o["tokens"]) for o in outputs),
+        steps=_steps(counters),
         executor=result["executor"],
+        records=processes,
     )
+
+
+def _steps(counters: Mapping[str, int]) -> int:
+    """Return how often the engine ran the model."""
+    return sum(counters.get(f"{kind}_steps", 0) for kind in ("prefill", "decode", "verify"))
 
 
 def _tokens(dtype: str, asked: Sequence[_Asked], outputs: Sequence[dict[str, Any]]) -> Verdict:
@@ -435,7 +459,7 @@ def _wrong_ends(asked: Sequence[_Asked], outputs: Sequence[dict[str, Any]]) -> l
         if a.request.cancel_after:
             if len(o["tokens"]) < a.request.cancel_after:
                 wrong.append(f"{a.name}: cancelled after {len(o['tokens'])} tokens; wanted {a.request.cancel_after}")
-        elif a.stop is not None and o["finish"] != "stop":
+        elif a.stop is not None and o["finish"] != "stop" and tuple(o["tokens"][: len(a.want)]) == a.want:
             wrong.append(f"{a.name}: finished by {o['finish']}; wanted stop")
         if a.request.cached is not None and (o["cached_tokens"] > 0) != a.request.cached:
             wanted = "some" if a.request.cached else "none"
@@ -522,6 +546,28 @@ def _not_as_simulated(
     return []
 
 
+def _first_drafts(
+    target: Target, law: Law, prompt: Ids, chances: Mapping[Ids, float], rows: list[list[int]]
+) -> Verdict:
+    """Judge how often the first draft after the prompt was accepted: with the probability that the target gives it."""
+    from . import reference, simulation
+
+    trunk = reference.load(target.model)
+    head = simulation.load_head(trunk, target.model)
+    pairs: dict[Ids, float] = {}
+    for tokens, chance in chances.items():
+        pairs[tokens[:2]] = pairs.get(tokens[:2], 0.0) + chance
+    first = sorted({pair[0] for pair in pairs})
+    with reference.one_thread(), torch.no_grad():
+        texts = torch.tensor([[*prompt, token] for token in first])
+        hidden = simulation.hidden_states(trunk, texts)
+        (states,) = head.unroll(trunk, texts, hidden, len(prompt), 1)
+        drafts = trunk.lm_head(states[:, -1]).argmax(-1).tolist()
+    chance = sum(pairs.get((token, draft), 0.0) for token, draft in zip(first, drafts, strict=True))
+    firsts = [row[2] for row in rows if row[1] == len(prompt)]
+    return compare.share("first draft accepted", sum(a > 0 for a in firsts), len(firsts), chance, law.alpha)
+
+
 def _run_law(scenario: Scenario, target: Target, report: ScenarioReport, deadline: float) -> None:
     """Draw many short texts and compare their joint law with the exact one."""
     from . import reference
@@ -541,6 +587,8 @@ def _run_law(scenario: Scenario, target: Target, report: ScenarioReport, deadlin
         result = _session(scenario, target, [_job(run, target, scenario, rounds)], deadline)[0]
         rows: list[list[int]] = next((p["verify_rows"] for p in result["processes"] if p.get("verify_rows")), [])
         verdicts = [compare.law([o["tokens"] for o in result["outputs"]], chances, law.alpha)]
+        if run.drafts:
+            verdicts.append(_first_drafts(target, law, prompt.ids, chances, rows))
         counters = result["processes"][0]["counters"]
         failures = [f for v in verdicts for f in v.failures]
         if run.drafts and not counters.get("rejection_sample"):
@@ -555,6 +603,8 @@ def _run_law(scenario: Scenario, target: Target, report: ScenarioReport, deadlin
                 acceptance=acceptance.measure(rows, run.drafts, []) if rows else None,
                 seconds=result["seconds"],
                 tokens=sum(len(o["tokens"]) for o in result["outputs"]),
+                steps=_steps(counters),
                 executor=result["executor"],
+                records=result["processes"],
             )
         )

@@ -1,10 +1,11 @@
-"""Run one scenario of `run_pipeline.py` with eager_mode=False, and say which memory it wrote; prints one JSON line.
+"""Run one scenario with eager_mode=False, and say which memory it wrote; prints one JSON line.
 
 Pools are filled with a pattern as they are made. What a step's real rows hold is taken from what LMDeploy hands to the
 graph runner, before it pads; every other slot and block must keep the pattern.
 
-The scenario has besides: "card" (what the runner puts into a padded step, fields of cpu_graphs.Card), "guard" (compare
-steps, see capture_guard.py) and "plant" (a fault of below, by name).
+The scenario has "model", "batches", "tokens", "drafts" and "engine" (as of tests/e2e/engine.py), and besides: "card"
+(what the runner puts into a padded step, fields of cpu_graphs.Card), "guard" (compare steps, see capture_guard.py) and
+"plant" (a fault of below, by name).
 
 Usage: python -m tests.e2e.padded_pipeline SCENARIO.json
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any, Final
@@ -21,8 +23,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from tests.e2e import run_pipeline
-
+MARK: Final = "RESULT "
 PATTERN: Final = 3.25  # exact in every dtype of a pool
 
 
@@ -278,7 +279,7 @@ FAULTS: Final = {
 def run(scenario: dict[str, Any]) -> dict[str, Any]:
     import lmdeploy  # noqa: F401  (the adapter gets in by itself)
 
-    from dlinfer_ext.framework.lmdeploy import capture_guard, cpu_graphs
+    from dlinfer_ext.framework.lmdeploy import capture_guard, cpu_graphs, session
 
     pools = Pools()
     pools.watch()
@@ -286,8 +287,15 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     if scenario.get("plant"):
         FAULTS[scenario["plant"]]()
     seen = capture_guard.enable() if scenario.get("guard") else None
-    scenario["engine"] = {"eager_mode": False, **scenario.get("engine", {})}
-    result = run_pipeline.run(scenario)
+    job = {
+        "model": scenario["model"],
+        "drafts": scenario.get("drafts", 0),
+        "engine": {"eager_mode": False, "num_gpu_blocks": 64} | scenario.get("engine", {}),
+        "rounds": [[{"text": t, "new": scenario["tokens"]} for t in batch] for batch in scenario["batches"]],
+    }
+    with tempfile.TemporaryDirectory(prefix="dlinfer_ext_records_") as folder:
+        ran = session.run_one(job, Path(folder))
+    result = {"tokens": [o["tokens"] for o in ran["outputs"]], "counters": ran["own"]["counters"]}
     result["memory"] = pools.report()
     if seen:
         shapes = sorted({len(s.calls) for s in seen.first.values()})
@@ -300,4 +308,4 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     answer = run(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    sys.stdout.write(run_pipeline.MARK + json.dumps(answer) + "\n")
+    sys.stdout.write(MARK + json.dumps(answer) + "\n")

@@ -38,6 +38,7 @@ def reports() -> Iterator[list[ScenarioReport]]:
     out = os.environ.get("E2E_OUT")
     if out and done:
         report.write(report.summary(done, {}, npu_target() or CPU, "pytest tests/e2e/test_scenarios.py"), Path(out))
+        report.write_records(done, Path(out))
 
 
 def check(one: Scenario, target: Target, reports: list[ScenarioReport]) -> ScenarioReport:
@@ -60,10 +61,13 @@ def test_scenario_holds_on_a_cpu(one: Scenario, reports: list[ScenarioReport]) -
 def npu_target() -> Target | None:
     model = os.environ.get("E2E_MODEL")
     dtype = os.environ.get("E2E_DTYPE") or "bfloat16"
-    return Target(Path(model).resolve(), vendor="ascend", reference="plain", dtype=dtype) if model else None
+    if not model:
+        return None
+    return Target(Path(model).resolve(), vendor="ascend", reference="plain", dtype=dtype, patience=10)
 
 
 @pytest.mark.npu
+@pytest.mark.timeout(0)  # the scenarios' own limits hold
 @pytest.mark.parametrize("one", params("npu"))
 def test_scenario_holds_on_a_card(one: Scenario, reports: list[ScenarioReport]) -> None:
     target = npu_target()
@@ -87,6 +91,14 @@ def test_the_rule_of_a_card_holds_here_too() -> None:
     assert done.runs[0].verdicts[0].rule == "divergence"
     assert done.runs[0].verdicts[0].facts["logits"] > 100
     assert done.runs[0].counters["verify_steps"] > 0
+
+
+@PORTS
+def test_the_rule_of_a_card_holds_through_the_server() -> None:
+    done = runner.run_scenario(small(dtype="bfloat16", drafts=(3,), via="server"), Target(TRAINED, reference="plain"))
+    assert not done.failures
+    assert done.runs[0].verdicts[0].facts["logits"] > 100
+    assert done.runs[0].executor == "server"
 
 
 def test_a_planted_fault_is_told(tmp_path: Path) -> None:

@@ -75,6 +75,11 @@ def prefix_copy_misses_a_layer() -> None:
     _copy_keeps(lambda engine: engine.state_caches[1][:, 0])
 
 
+def preempted_state_kept() -> None:
+    """Let a preempted sequence keep a state that is a token ahead of where it goes on (LMDeploy 0.18 as it is)."""
+    instead(_module("paging.scheduler").Scheduler, "preempt_seqs", lambda original, *args: original.__wrapped__(*args))
+
+
 def histories_in_the_order_of_the_step_before() -> None:
     """Do not reorder what the last step accepted when a request leaves the batch (vllm-backport PR 63)."""
 
@@ -102,6 +107,7 @@ FAULTS: Final[tuple[Callable[[], None], ...]] = (
     prefix_hit_without_its_state,
     prefix_copy_misses_the_convolution,
     prefix_copy_misses_a_layer,
+    preempted_state_kept,
     histories_in_the_order_of_the_step_before,
     convolution_split_in_one_piece,
 )

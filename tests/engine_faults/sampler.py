@@ -78,6 +78,12 @@ def rejected_draft_drawn_again() -> None:
     instead(eager, "rest_distribution", rest)
 
 
+def top_k_for_the_bonus_token_only() -> None:
+    """Let top_k, top_p and min_p hold for the bonus token only (LMDeploy 0.18 as it is)."""
+    seeds = importlib.import_module("dlinfer_ext.framework.lmdeploy.seeds")
+    instead(seeds, "within_policy", lambda original, target_logits, inputs: target_logits)
+
+
 FAULTS: Final[tuple[Callable[[], None], ...]] = (
     every_draft_accepted,
     no_draft_accepted,
@@ -86,4 +92,5 @@ FAULTS: Final[tuple[Callable[[], None], ...]] = (
     bonus_token_missing,
     acceptance_drawn_at_zero,
     rejected_draft_drawn_again,
+    top_k_for_the_bonus_token_only,
 )
