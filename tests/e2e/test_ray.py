@@ -1,6 +1,6 @@
 """Two ranks on LMDeploy's Ray executor, each a process that Ray starts: the adapter has to get there by itself.
 
-`make test-ray` runs these with Ray installed.
+`make test-ray` runs these and the scenarios `two_ranks_ray` and `lost_rank` with Ray installed.
 """
 
 from __future__ import annotations
@@ -90,14 +90,6 @@ def test_executor_follows_what_is_installed() -> None:
 
 
 @needs_ray
-def test_batch(ray_env: Env, checkpoint: Checkpoint) -> None:  # noqa: F811
-    model = checkpoint(random_qwen3_5)
-    result = run(model, [list(PROMPTS)], ray_env)
-    assert_identical(result, expected(model, PROMPTS, 48))
-    assert all(w["counters"]["decode_steps"] > 0 for w in result["workers"])
-
-
-@needs_ray
 def test_speculative_decoding_with_chunks(ray_env: Env, checkpoint: Checkpoint) -> None:  # noqa: F811
     """Also with a device list of the caller's: Ray refuses more NPUs than it names."""
     model = checkpoint(random_qwen3_5)
@@ -108,24 +100,6 @@ def test_speculative_decoding_with_chunks(ray_env: Env, checkpoint: Checkpoint) 
         assert worker["counters"]["prefill_rows_with_history"] > 0
         assert worker["counters"]["verify_steps"] > 0
     assert accepted(result) > 0
-
-
-@needs_ray
-def test_prefix_caching(ray_env: Env, checkpoint: Checkpoint) -> None:  # noqa: F811
-    model = checkpoint(random_qwen3_5)
-    base = "The quick brown fox jumps over the lazy dog. " * 8
-    prompts = (base, base + " And then?", base + " And then what happened next?", base, base[:100] + "zzz")
-    result = run(
-        model,
-        [[p] for p in prompts],
-        ray_env,
-        drafts=3,
-        max_prefill_token_num=32,
-        enable_prefix_caching=True,
-        prefix_cache_state_budget=8,
-    )
-    assert_identical(result, expected(model, prompts, 48))
-    assert sum(result["cached_tokens"]) > 0, "no prefix was found in the cache"
 
 
 @needs_ray
@@ -143,16 +117,6 @@ def test_ray_that_was_running_before(ray_env: Env, checkpoint: Checkpoint) -> No
         cluster.terminate()
         cluster.wait(timeout=30)
     assert_identical(result, expected(model, PROMPTS, 16))
-
-
-@needs_ray
-def test_killed_worker_is_an_error(ray_env: Env, checkpoint: Checkpoint) -> None:  # noqa: F811
-    """The answer under way and every later one end with an error, and the engine still closes."""
-    model = checkpoint(random_qwen3_5)
-    result = engine.run(model, [["hello world"]], tp=2, tokens=512, lose_worker=True, env=ray_env, timeout_s=400)
-    assert [end["finish"] for end in result["ends"]] == ["error", "error"]
-    assert all(end["message"] for end in result["ends"])
-    assert all(end["seconds"] < 30 for end in result["ends"]), result["ends"]
 
 
 @needs_ray
