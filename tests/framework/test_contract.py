@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from dlinfer_ext.framework.lmdeploy import contract
+from dlinfer_ext.framework.lmdeploy import contract, patches
 
 SEAM_IDS = [f"{s.hook}-{s.name}" for s in contract.SEAMS]
 
@@ -69,3 +70,19 @@ def test_require_is_fatal_and_names_seam_and_version(monkeypatch: pytest.MonkeyP
     assert "has no _gone" in text
     assert "0.18.0" in text
     contract.require(("H2",))  # another hook's seams are not asked for
+
+
+def test_every_seam_is_asked_for_by_what_rests_on_it() -> None:
+    """A seam that nothing requires is not fatal when it changes. H14 is required where graphs are attached."""
+    required = {hook for patch in patches.PATCHES for hook in (patch.hook, *patch.needs)} | {"H14"}
+    assert {seam.hook for seam in contract.SEAMS} <= required
+
+
+@pytest.mark.parametrize("hook", ["H2", "H3", "H4"])
+def test_a_backend_that_lacks_a_seam_is_not_put_in(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract, "SEAMS", (dataclasses.replace(SEAM, hook=hook, name="_gone"),))
+    (backend,) = (patch for patch in patches.PATCHES if patch.hook == "H2")
+    module = ModuleType("ascend")
+    with pytest.raises(contract.HostMismatch, match="has no _gone"):
+        patches._apply(backend, module)
+    assert not hasattr(module, "AscendOpsBackend")

@@ -33,6 +33,7 @@ class Patch:
         apply: does it on the module and says what stands there now.
         why: the symptom without it.
         until: when it may go.
+        needs: further hooks that rest on it; their seams have to fit too.
     """
 
     hook: str
@@ -41,6 +42,7 @@ class Patch:
     apply: Apply
     why: str
     until: str
+    needs: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -105,6 +107,7 @@ PATCHES: Final = (
         _backend,
         "CausalConv1dBuildSpec is not supported by ascend backend",
         "LMDeploy's in-tree Ascend operators (PR 4999) keep the operator contract",
+        needs=("H3", "H4"),  # what the backend answers, and the step's metadata
     ),
     Patch(
         "H5", "lmdeploy.pytorch.nn.gated_delta", _BOTH, _norm, "No module named 'fla'", "LMDeploy builds it by a spec"
@@ -266,7 +269,7 @@ def _explain_at_use(message: str) -> None:
 
 
 def _apply(patch: Patch, module: ModuleType) -> None:
-    contract.require((patch.hook,))
+    contract.require((patch.hook, *patch.needs))
     if patch.key not in _done:
         _done[patch.key] = patch.apply(module)
         logger.info("%s: %s", patch.key, _done[patch.key])
