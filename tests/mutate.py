@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from dlinfer_ext.e2e import runner
-from dlinfer_ext.e2e.runner import ScenarioReport, Target
+from dlinfer_ext.e2e.results import ScenarioReport
 from dlinfer_ext.e2e.scenario import Scenario, find, load
+from dlinfer_ext.e2e.target import Target
 from tests.e2e.checkpoints import random_qwen3_5
 from tests.engine_faults import plant
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dlinfer_ext.e2e.runner import RunReport, ScenarioReport
+from dlinfer_ext.e2e.results import RunReport, ScenarioReport
 from tests import mutate
 from tests.engine_faults import plant
 

@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..e2e import report, runner, scenario
+    from ..e2e import target as targets
 
     try:
         files = [scenario.find(n) for n in args.config] if args.config else scenario.shipped()
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if not (args.model / "config.json").is_file():
         print(f"e2e: {args.model} holds no config.json; run from the root or pass --model", file=sys.stderr)
         return 2
-    target = runner.Target(
+    target = targets.Target(
         model=args.model.resolve(),
         vendor=args.vendor,
         reference=args.reference or ("transformers" if args.vendor == "cpu" else "plain"),
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
     reports, skipped = [], {}
     for one in scenarios:
-        why = runner.cannot_run(one, target)
+        why = targets.cannot_run(one, target)
         if why is not None:
             skipped[one.name] = why
             say(f"{one.name}: skipped, {why}")

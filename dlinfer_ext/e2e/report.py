@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..version import __version__
-from .runner import ScenarioReport, Target
+from .results import ScenarioReport
+from .target import Target
 
 PACKAGES: Final = ("lmdeploy", "transformers", "torch", "torch_npu", "dlinfer-ascend", "triton-ascend")
 RULES: Final = {

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from dlinfer_ext.e2e import report, runner, scenario
-from dlinfer_ext.e2e.runner import ScenarioReport, Target
+from dlinfer_ext.e2e import asking, judge, report, runner, scenario
+from dlinfer_ext.e2e.results import ScenarioReport
 from dlinfer_ext.e2e.scenario import Request, Scenario
+from dlinfer_ext.e2e.target import Target, cannot_run
 from tests.e2e.engine import ROOT
 
 TRAINED = ROOT / "examples" / "checkpoints" / "tiny_qwen3_5"
@@ -42,7 +43,7 @@ def reports() -> Iterator[list[ScenarioReport]]:
 
 
 def check(one: Scenario, target: Target, reports: list[ScenarioReport]) -> ScenarioReport:
-    why = runner.cannot_run(one, target)
+    why = cannot_run(one, target)
     if why is not None:
         pytest.skip(why)
     done = runner.run_scenario(one, target)
@@ -124,7 +125,7 @@ def test_what_did_not_run_is_told() -> None:
 def test_a_run_of_more_ranks_than_left_a_record_is_told() -> None:
     run = next(small(engine={"tp": 2}).runs())
     assert run.ranks == 2
-    assert "1 processes ran a model; wanted 2" in runner._did_not_run(
+    assert "1 processes ran a model; wanted 2" in judge.did_not_run(
         small(), run, [], [], [{"counters": {}, "rank": 0}], []
     )
 
@@ -142,12 +143,12 @@ def test_a_wrong_histogram_is_told() -> None:
     assert not done.failures
     measured = done.runs[0].acceptance
     assert measured is not None
-    wrong = runner._not_as_simulated(
+    wrong = judge.not_as_simulated(
         one.model_copy(update={"tokens": 23}), CPU, next(one.runs()), asked_for(one), measured
     )
     assert wrong
     assert "simulated" in wrong[0]
 
 
-def asked_for(one: Scenario) -> list[runner._Asked]:
-    return [a for requests in runner._ask_for(one, CPU, float("inf")) for a in requests]
+def asked_for(one: Scenario) -> list[asking.Asked]:
+    return [a for requests in asking.ask_for(one, CPU, float("inf")) for a in requests]

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 import dlinfer_ext.ops  # noqa: F401  (declares the operators)
 from dlinfer_ext import envs
 from dlinfer_ext.cli import e2e
-from dlinfer_ext.e2e import report, runner, scenario
+from dlinfer_ext.e2e import judge, report, scenario
 from dlinfer_ext.framework.lmdeploy import contract
 from dlinfer_ext.framework.lmdeploy.patches import PATCHES
 from dlinfer_ext.ops import _registry
@@ -192,7 +192,7 @@ def test_scenarios_settings_and_rules_are_those_of_the_code(tree: Path) -> None:
     wanted = [[name for name in kind.model_fields if name != "name"] for kind in kinds]
     assert [sorted(t) for t in found if sorted(t) in map(sorted, wanted)] == [sorted(w) for w in wanted]
     assert list(report.RULES) in found
-    for number in (runner.LOGIT_MARGIN, round(100 * runner.LOGIT_ERROR)):
+    for number in (judge.LOGIT_MARGIN, round(100 * judge.LOGIT_ERROR)):
         assert f"{number}" in read(tree / "e2e.md")
 
 
