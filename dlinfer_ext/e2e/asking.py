@@ -44,6 +44,7 @@ class Asked:
             "new": self.new,
             "stop_token_ids": [self.stop] if self.stop is not None else None,
             "cancel_after": self.request.cancel_after,
+            "give_up_after": self.request.give_up_after,
             "wait": self.request.wait,
         }
 

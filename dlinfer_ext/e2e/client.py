@@ -11,8 +11,24 @@ import aiohttp
 
 
 async def _ask(http: aiohttp.ClientSession, url: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Stream one request from /generate, which gives token ids; hang up after `cancel_after` tokens."""
+    """Send one request at its time; hang up after `cancel_after` tokens or `give_up_after` seconds."""
     await asyncio.sleep(request.get("wait", 0.0))
+    result: dict[str, Any] = {"tokens": [], "finish": None, "error": None, "cached_tokens": 0, "prompt_tokens": 0}
+    result["top_logits"] = []
+    limit = request.get("give_up_after")
+    try:
+        async with asyncio.timeout(limit):
+            await _stream(http, url, request, result)
+    except TimeoutError:
+        if limit is None:
+            result["error"] = "TimeoutError"
+        else:
+            result["finish"] = "abort"
+    return result
+
+
+async def _stream(http: aiohttp.ClientSession, url: str, request: dict[str, Any], result: dict[str, Any]) -> None:
+    """Stream a request from /generate, which gives token ids, into `result`."""
     body = {
         "prompt": request["text"],
         "max_tokens": request["new"],
@@ -24,14 +40,12 @@ async def _ask(http: aiohttp.ClientSession, url: str, request: dict[str, Any]) -
     }
     if request.get("top_logits"):
         body |= {"return_logprob": True, "top_logprobs_num": request["top_logits"]}
-    result: dict[str, Any] = {"tokens": [], "finish": None, "error": None, "cached_tokens": 0, "prompt_tokens": 0}
-    result["top_logits"] = []
     limit = request.get("cancel_after")
     try:
         async with http.post(f"{url}/generate", json=body) as reply:
             if reply.status != 200:
                 result["error"] = f"HTTP {reply.status}: {(await reply.text())[:300]}"
-                return result
+                return
             async for line in reply.content:
                 text = line.decode().strip()
                 if not text.startswith("data:") or text.endswith("[DONE]"):
@@ -48,10 +62,9 @@ async def _ask(http: aiohttp.ClientSession, url: str, request: dict[str, Any]) -
                 if limit and len(result["tokens"]) >= limit:
                     result["finish"] = "abort"
                     reply.close()
-                    return result
-    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+                    return
+    except aiohttp.ClientError as error:
         result["error"] = f"{type(error).__name__}: {error}"
-    return result
 
 
 def ask_all(url: str, requests: Sequence[dict[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
@@ -59,8 +72,9 @@ def ask_all(url: str, requests: Sequence[dict[str, Any]], timeout_s: float) -> l
 
     Args:
         url: of the server.
-        requests: "text", "new", and optionally "wait" (seconds), "cancel_after", "stop_token_ids", "top_k" and
-            "top_logits", how many of the largest to return (the server must run with raw_logits).
+        requests: "text", "new", and optionally "wait" (seconds), "cancel_after", "give_up_after" (seconds),
+            "stop_token_ids", "top_k" and "top_logits", how many of the largest to return (the server must run with
+            raw_logits).
         timeout_s: for each request; one that takes longer has an error.
     """
 

@@ -63,7 +63,7 @@ def _tokens(dtype: str, asked: Sequence[Asked], outputs: Sequence[dict[str, Any]
     """Judge the tokens: identity in fp32; else logits up to the first divergence, and near ties there."""
     got = [o["tokens"] for o in outputs]
     # A cancelled request ends where the client's word reached the engine: what it gave must be right.
-    want = [a.want[: len(tokens)] if a.request.cancel_after else a.want for a, tokens in zip(asked, got, strict=True)]
+    want = [a.want[: len(tokens)] if a.request.goes_away else a.want for a, tokens in zip(asked, got, strict=True)]
     names = [a.name for a in asked]
     if dtype == "float32":
         return compare.identity(got, want, names)
@@ -126,7 +126,7 @@ def did_not_run(
             missing.append("no draft was accepted")
         if "drafts_rejected" in expected and all(a == run.drafts for a in accepted):
             missing.append("no draft was rejected, so no rewind ran")
-    cancelled = [(len(o["tokens"]), a.new) for a, o in zip(asked, outputs, strict=True) if a.request.cancel_after]
+    cancelled = [(len(o["tokens"]), a.new) for a, o in zip(asked, outputs, strict=True) if a.request.goes_away]
     if cancelled and all(got >= new for got, new in cancelled):
         missing.append("every cancelled request had ended before")
     if "prefix_hits" in expected and not any(o["cached_tokens"] for o in outputs):

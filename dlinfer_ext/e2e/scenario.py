@@ -47,6 +47,7 @@ class Request(Strict):
         stop_at: end at the token that the reference has at this place, counted from 1, given to the engine as a stop
             token. A verify step may have accepted more by then.
         cancel_after: cancelled by the client once it has this many tokens.
+        give_up_after: seconds after which the client of the server hangs up, whatever it has.
         wait: seconds after the round's start at which it is sent (the server only).
         cached: whether some of the prompt must, or must not, come from the prefix cache.
     """
@@ -58,8 +59,14 @@ class Request(Strict):
     new: PositiveInt | None = None
     stop_at: PositiveInt | None = None
     cancel_after: PositiveInt | None = None
+    give_up_after: float | None = Field(default=None, gt=0)
     wait: float = Field(default=0.0, ge=0)
     cached: bool | None = None
+
+    @property
+    def goes_away(self) -> bool:
+        """Whether its client does not wait for its end."""
+        return self.cancel_after is not None or self.give_up_after is not None
 
     @model_validator(mode="after")
     def _tail_has_a_place(self) -> Request:
@@ -156,6 +163,8 @@ class Scenario(Strict):
             raise ValueError("wanted exactly one of rounds, soak and law")
         if self.soak is not None and self.via != "server":
             raise ValueError("soak needs via: server")
+        if self.via != "server" and any(r.give_up_after for batch in self.rounds for r in batch):
+            raise ValueError("give_up_after needs via: server")
         if any(not r for r in self.rounds):
             raise ValueError("a round has no request")
         return self
