@@ -17,8 +17,8 @@ from torch import Tensor
 # Patched by attribute, so their types do not apply.
 conv: Any = importlib.import_module("dlinfer_ext.kernels.causal_conv1d.eager")
 rule: Any = importlib.import_module("dlinfer_ext.kernels.gated_delta_rule.eager")
-chunk_eager: Any = importlib.import_module("dlinfer_ext.kernels.gated_delta_rule.chunk_eager")
-recurrent_eager: Any = importlib.import_module("dlinfer_ext.kernels.gated_delta_rule.recurrent_eager")
+chunks: Any = importlib.import_module("dlinfer_ext.kernels.common.delta_chunks")
+steps: Any = importlib.import_module("dlinfer_ext.kernels.common.delta_steps")
 
 
 def ring_gather_from_packed_batch() -> None:
@@ -41,12 +41,12 @@ def ring_gather_from_packed_batch() -> None:
 
 def recurrent_ring_slot_one_behind() -> None:
     """Write the state after token t where the state before it lives."""
-    original: Callable[..., Tensor] = recurrent_eager.ring_slot
+    original: Callable[..., Tensor] = steps.ring_slot
 
     def ring_slot(history: Tensor, offset: int | Tensor, ring: int) -> Tensor:
         return original(history, offset - 1 if isinstance(offset, Tensor) else offset, ring)
 
-    recurrent_eager.ring_slot = ring_slot
+    steps.ring_slot = ring_slot
 
 
 def accepted_count_taken_as_row_count() -> None:
@@ -83,9 +83,9 @@ def history_not_zeroed_on_reuse() -> None:
     def row_mask(keep: Tensor, dtype: torch.dtype) -> Tensor:
         return original(torch.ones_like(keep), dtype)
 
-    original: Callable[..., Tensor] = chunk_eager.row_mask
+    original: Callable[..., Tensor] = chunks.row_mask
     conv.read_history = read_history
-    chunk_eager.row_mask = recurrent_eager.row_mask = row_mask
+    chunks.row_mask = steps.row_mask = row_mask
 
 
 def state_stored_transposed() -> None:

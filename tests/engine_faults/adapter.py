@@ -81,13 +81,13 @@ def chunk_drops_convolution_history() -> None:
 
 def chunk_starts_from_a_zero_state() -> None:
     """Start every chunk of a prompt from a zero state (qwen38-27b-rtx3090 PR 43: off whenever q > 1)."""
-    chunk_eager: Any = importlib.import_module("dlinfer_ext.kernels.gated_delta_rule.chunk_eager")
+    chunks: Any = importlib.import_module("dlinfer_ext.kernels.common.delta_chunks")
 
     def places(original: Any, *args: Any) -> Any:
         read, write, _, live = original(*args)
         return read, write, live, live
 
-    instead(chunk_eager, "state_places", places)
+    instead(chunks, "state_places", places)
 
 
 def ring_lengths_of_prefill_and_verify_differ() -> None:

@@ -15,7 +15,8 @@ from tests.engine_faults.plant import instead
 conv: Any = importlib.import_module("dlinfer_ext.kernels.causal_conv1d.eager")
 rule: Any = importlib.import_module("dlinfer_ext.kernels.gated_delta_rule.eager")
 chunk_eager: Any = importlib.import_module("dlinfer_ext.kernels.gated_delta_rule.chunk_eager")
-recurrent_eager: Any = importlib.import_module("dlinfer_ext.kernels.gated_delta_rule.recurrent_eager")
+chunks: Any = importlib.import_module("dlinfer_ext.kernels.common.delta_chunks")
+steps: Any = importlib.import_module("dlinfer_ext.kernels.common.delta_steps")
 
 
 def positions_before_the_prompt_taken_modulo() -> None:
@@ -39,7 +40,7 @@ def recurrent_state_not_zeroed_on_reuse() -> None:
         read, write, _, live = original(*args)
         return read, write, None, live
 
-    instead(chunk_eager, "state_places", places)
+    instead(chunks, "state_places", places)
 
 
 def one_token_prompt_taken_for_decode() -> None:
@@ -49,7 +50,7 @@ def one_token_prompt_taken_for_decode() -> None:
         read, write, fresh, live = original(pool, cu_seqlens, *rest)
         return read, write, None if fresh is None else fresh & (cu_seqlens.diff() > 1), live
 
-    instead(chunk_eager, "state_places", places)
+    instead(chunks, "state_places", places)
 
 
 def fresh_state_reset_by_a_gate() -> None:
@@ -77,7 +78,7 @@ def fresh_state_reset_by_a_gate() -> None:
 
     pools_full_of_nan()
     instead(rule, "gated_delta_rule", prefill)
-    instead(chunk_eager, "state_places", places)
+    instead(chunks, "state_places", places)
     instead(chunk_eager, "segment_decay", decay)
 
 
@@ -88,8 +89,8 @@ def recurrent_ring_one_entry_short() -> None:
         found: Tensor = original(history, offset, ring - 1)
         return found
 
-    instead(chunk_eager, "ring_slot", slot)
-    instead(recurrent_eager, "ring_slot", slot)
+    instead(chunks, "ring_slot", slot)
+    instead(steps, "ring_slot", slot)
 
 
 def convolution_ring_as_long_as_the_layers_are_many() -> None:

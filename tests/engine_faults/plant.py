@@ -18,8 +18,7 @@ from dlinfer_ext.framework.lmdeploy import counters
 
 VARIABLE: Final = "ENGINE_FAULT"
 GROUPS: Final = ("operators", "adapter", "sampler", "host", "drafts")
-SHARED: Final = ("causal_conv1d.eager", "gated_delta_rule.eager", "gated_delta_rule.chunk_eager",
-                 "gated_delta_rule.recurrent_eager")  # fmt: skip
+SHARED: Final = ("causal_conv1d.eager", "gated_delta_rule.eager", "common.delta_chunks", "common.delta_steps")
 _planted: list[str] = []
 
 

@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dlinfer_ext.kernels.common import delta_chunks, delta_steps
 from dlinfer_ext.kernels.common.chunks import rank_counts
 from dlinfer_ext.kernels.common.state_pool import copy_states_, donor_rows, flatten_pool, ring_slot
-from dlinfer_ext.kernels.gated_delta_rule import chunk_eager, recurrent_eager, reference
+from dlinfer_ext.kernels.gated_delta_rule import chunk_eager, reference
 from dlinfer_ext.ops import (
     gated_delta_gate,
     gated_delta_rule,
@@ -531,9 +532,9 @@ def test_update_fresh_row_ignores_what_a_slot_holds(ring: int | None, dirty: flo
 def test_update_in_blocks_of_any_size(
     monkeypatch: pytest.MonkeyPatch, size: int, v_first: bool, ring: int | None
 ) -> None:
-    monkeypatch.setattr(recurrent_eager, "BLOCK_BYTES", size)
-    monkeypatch.setattr(recurrent_eager, "BLOCK_FRACTION", 1)
-    monkeypatch.setattr(recurrent_eager, "SMALL_BYTES", 0)
+    monkeypatch.setattr(delta_steps, "BLOCK_BYTES", size)
+    monkeypatch.setattr(delta_steps, "BLOCK_FRACTION", 1)
+    monkeypatch.setattr(delta_steps, "SMALL_BYTES", 0)
     # The first block of two rows holds no live row, the second one, the third two.
     check_update(
         6, 2, slots=[-1, -1, 3, -1, 0, 1], history=[1, 2, 3, 4, 0, 5], v_first=v_first, ring=ring
@@ -1036,7 +1037,7 @@ def test_prefill_matches_definition_on_any_batch(
     slots = [-1 if data.draw(st.integers(0, 4)) == 0 else s for s in slots]
     history = data.draw(st.lists(st.integers(-1, 9), min_size=rows, max_size=rows))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_eager, "BLOCK_BYTES", block)
+        patch.setattr(delta_chunks, "BLOCK_BYTES", block)
         patch.setattr(chunk_eager, "CHUNK", chunk)
         check_prefill(
             lengths, dims=dims, slots=slots, history=history, v_first=v_first, ring=ring, dtype=dtype,
@@ -1069,8 +1070,8 @@ def test_update_matches_definition_on_any_batch(
     slots: Any = [ids[i * width : (i + 1) * width] for i in range(rows)] if form == "table" else ids[:rows]
     accepted = data.draw(st.lists(st.integers(0, width + 1), min_size=rows, max_size=rows)) if form == "table" else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recurrent_eager, "BLOCK_BYTES", block)
-        patch.setattr(recurrent_eager, "SMALL_BYTES", 0)
+        patch.setattr(delta_steps, "BLOCK_BYTES", block)
+        patch.setattr(delta_steps, "SMALL_BYTES", 0)
         check_update(
             rows, steps, dims=dims, slots=slots, history=history, accepted=accepted, lengths=lengths, v_first=v_first,
             ring=width if form == "ring" else None, dtype=dtype, pool_dtype=pool_dtype, num_slots=rows * width,

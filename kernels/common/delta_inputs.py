@@ -1,8 +1,7 @@
-"""What the forms of the gated delta rule are given."""
+"""What the batched forms of the delta rules are given."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,7 +15,7 @@ class Tokens:
         q: [.., H, K].
         k: [.., H, K].
         v: [.., HV, V].
-        g: [.., HV], log decay.
+        g: [.., HV], log decay of a head; or [.., HV, K], of each key channel.
         beta: [.., HV], write strength.
     """
 
@@ -26,13 +25,10 @@ class Tokens:
     g: Tensor
     beta: Tensor
 
-    def map(self, f: Callable[[Tensor], Tensor]) -> Tokens:
-        return Tokens(f(self.q), f(self.k), f(self.v), f(self.g), f(self.beta))
-
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments of the rule that are not tensors; meanings as in `dlinfer_ext.ops.gated_delta_rule`."""
+    """Arguments of a delta rule that are not tensors; meanings as in `dlinfer_ext.ops.gated_delta_rule`."""
 
     scale: float
     use_qk_l2norm: bool
