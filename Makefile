@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip install $(PIP_OPTIONS)
 export OMP_NUM_THREADS ?= 1
 export PIP_NO_WARN_SCRIPT_LOCATION = 1
 
-.PHONY: demo serve test test-ray test-interpret test-native e2e e2e-npu mutate toolchain verify verify-all lint types format bench clean help
+.PHONY: demo serve test test-long test-ray test-interpret test-native e2e e2e-npu mutate toolchain verify verify-all lint types format bench clean help
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -62,9 +62,12 @@ $(VENV)/.toolchain: $(VENV)/.dev dlinfer_ext/toolchain/requirements.txt
 
 toolchain: $(VENV)/.toolchain ## bring the Ascend compiler wheels, which need no card and no CANN
 
-test: $(VENV)/.toolchain ## all tests but those of test-ray and verify; a part of them also on the interpreted kernels
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not toolchain"
+test: $(VENV)/.toolchain ## all tests but those of test-long, test-ray and verify; a part of them also on the interpreted kernels
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not toolchain and not long" --durations=10
 	$(BIN)/python -m pytest -n 2 -q --route interpret --at-most 4 tests/kernels
+
+test-long: $(VENV)/.dev ## engine runs beside those of `make test`: controls of padded steps, every number of drafts
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m long
 
 test-interpret: $(VENV)/.toolchain ## all operator tests on the interpreted kernels
 	$(BIN)/python -m pytest -n 2 -q --route interpret tests/kernels

@@ -138,6 +138,7 @@ def test_prefill_is_never_padded_and_eager_mode_never_pads(checkpoint: Checkpoin
 # --- negative controls -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("drafts", "card"),
     [
@@ -160,6 +161,7 @@ def test_control_rows_from_what_the_runner_binds(
     assert [first_difference(g, w) for g, w in zip(result["tokens"], right, strict=True)] != [None] * 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["capture_with_real_rows", "fill_from_its_own_buffers"])
 def test_control_first_step_of_a_bucket(fault: str, checkpoint: Checkpoint, tmp_path: Path) -> None:  # noqa: F811
     model = checkpoint(random_qwen3_5)
@@ -169,12 +171,14 @@ def test_control_first_step_of_a_bucket(fault: str, checkpoint: Checkpoint, tmp_
     assert [first_difference(g, w) for g, w in zip(result["tokens"], right, strict=True)] != [None] * 3
 
 
+@pytest.mark.long
 def test_control_a_capture_that_is_not_replayed(checkpoint: Checkpoint, tmp_path: Path) -> None:  # noqa: F811
     done = start(checkpoint(random_qwen3_5), tmp_path, 3, True, plant="capture_without_a_replay")
     assert "captured a graph and did not replay it for the step it was captured with" in done.stdout + done.stderr
     assert "RESULT " not in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_control_padded_rows_with_a_live_slot(drafts: int, checkpoint: Checkpoint, tmp_path: Path) -> None:  # noqa: F811
     model = checkpoint(random_qwen3_5)
@@ -184,6 +188,7 @@ def test_control_padded_rows_with_a_live_slot(drafts: int, checkpoint: Checkpoin
     assert got == [True, False, False], "the first row's slot was given away"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "kind", "strays"), [("pad_with_a_free_slot", "slots", [7]), ("pad_with_a_free_block", "blocks", [63])]
 )
@@ -201,6 +206,7 @@ def test_control_padded_rows_that_write_to_free_memory(
     assert result["memory"][kind]["stray"] == strays
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "says"),
     [

@@ -22,12 +22,15 @@ CPU = Target(model=TRAINED)
 SCENARIOS = [scenario.load(f) for f in scenario.shipped()]
 # The server and more than one rank take ports that are free when they look.
 PORTS = pytest.mark.xdist_group("ports")
+LONG = {"acceptance"}  # test_simulation.py has it with other prompts
 pytestmark = [pytest.mark.lmdeploy]
 
 
 def params(where: str) -> list[object]:
     found = [s for s in SCENARIOS if where in s.where]
     marks = {s.name: [PORTS] if s.via == "server" or s.engine.get("tp", 1) > 1 else [] for s in found}
+    for name in LONG & marks.keys():
+        marks[name].append(pytest.mark.long)
     return [pytest.param(s, id=s.name, marks=marks[s.name]) for s in found]
 
 
