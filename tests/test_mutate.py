@@ -61,6 +61,7 @@ def test_a_scenario_that_fails_without_a_fault_is_an_error() -> None:
 
 
 @pytest.mark.lmdeploy
+@pytest.mark.long
 def test_a_fault_that_changes_nothing_survives(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(mutate, "CAUGHT_BY", {**dict.fromkeys(plant.CONTROLS, QUICK), "every_draft_accepted": QUICK})
     assert mutate.main(["--jobs", "1"]) == 1

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="write report.json, report.md, plots and every process's record there"
     )
-    parser.epilog = "Exit code 0: every scenario holds. 1: one does not. 2: a setting that cannot be used."
+    parser.epilog = "Exit code 1: a scenario does not hold, or none could be run. 2: a setting that cannot be used."
 
 
 def run(args: argparse.Namespace) -> int:
