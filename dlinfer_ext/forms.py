@@ -15,11 +15,16 @@ FOLDERS: Final[dict[str, str]] = {
     "gated_delta_rule": "gated_delta_rule",
     "gated_delta_rule_update": "gated_delta_rule",
     "gated_rms_norm": "gated_rms_norm",
+    "kda": "kda",
+    "kda_gate": "kda",
+    "kda_update": "kda",
     "rejection_sample": "rejection_sampling",
     "rejection_sample_greedy": "rejection_sampling",
     "sigmoid_gating_delta_rule_update": "gated_delta_rule",
     "zero_slots": "state_pool",
 }
+# Operators whose folder has no launch.py yet: vendors bind no kernel to them, and the batched form serves.
+NO_KERNEL: Final = frozenset({"kda", "kda_gate", "kda_update"})
 
 
 def eager_form(operator: str) -> str:

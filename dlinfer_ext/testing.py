@@ -17,9 +17,10 @@ DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE: Final[Mapping[tuple[str, torch.dtype], float]] = {
     ("conv", torch.float32): 2e-6,
     ("delta_rule", torch.float32): 2e-5,
+    ("kda", torch.float32): 2e-5,
     ("norm", torch.float32): 2e-6,
-    **{(op, torch.bfloat16): 8e-3 for op in ("conv", "delta_rule", "norm")},
-    **{(op, torch.float16): 2e-3 for op in ("conv", "delta_rule", "norm")},
+    **{(op, torch.bfloat16): 8e-3 for op in ("conv", "delta_rule", "kda", "norm")},
+    **{(op, torch.float16): 2e-3 for op in ("conv", "delta_rule", "kda", "norm")},
 }
 
 

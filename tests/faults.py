@@ -18,6 +18,8 @@ from torch import Tensor
 conv: Any = importlib.import_module("dlinfer_ext.kernels.causal_conv1d.eager")
 rule: Any = importlib.import_module("dlinfer_ext.kernels.gated_delta_rule.eager")
 chunks: Any = importlib.import_module("dlinfer_ext.kernels.common.delta_chunks")
+kda: Any = importlib.import_module("dlinfer_ext.kernels.kda.eager")
+kda_chunks: Any = importlib.import_module("dlinfer_ext.kernels.kda.chunk_eager")
 steps: Any = importlib.import_module("dlinfer_ext.kernels.common.delta_steps")
 
 
@@ -101,6 +103,66 @@ def state_stored_transposed() -> None:
     rule.gated_delta_rule = prefill
 
 
+def kda_reset_by_a_gate() -> None:
+    """Start a fresh row from what its slot holds, with a gate of -1e6 on its first token (LMDeploy 0.18's prefill)."""
+    original: Callable[..., Tensor] = kda.kda
+
+    def prefill(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *rest: Any) -> Tensor:
+        beta, state, cu_seqlens, slots, history, *options = rest
+        if history is not None:
+            first = cu_seqlens[:-1][(cu_seqlens.diff() > 0) & (history == 0)].long()
+            g = g.clone()
+            g[first] = -1e6
+            history = history + (history == 0) * (state.shape[1] if state.dim() == 5 else 1)
+        return original(q, k, v, g, beta, state, cu_seqlens, slots, history, *options)
+
+    kda.kda = prefill
+
+
+def kda_reference_at_the_middle_row() -> None:
+    """Split decays at the middle row of a tile of 16, as differences of running sums (attention-gym issue 337)."""
+
+    def decay_runs(read: Tensor, key: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+        total, (rows, size, _) = decay.log().cumsum(1), key.shape
+        left, products = read / decay[:, :, None], read.new_zeros(rows, size, 2, size)
+        for i in range(0, size, 16):
+            at, r = slice(i, i + 16), total[:, min(i + 8, size - 1), None]
+            writers = key[:, : i + 16] * (r - total[:, : i + 16]).exp()
+            readers = left[:, at] * (total[:, at] - r).exp()[:, :, None]
+            products[:, at, :, : i + 16] = (readers.flatten(1, 2) @ writers.transpose(1, 2)).unflatten(1, (-1, 2))
+        products.movedim(2, 1).tril_(-1)
+        read.copy_(left * total.exp()[:, :, None])
+        key.mul_((total[:, -1:] - total).exp())
+        return products, total[:, -1:].exp()
+
+    kda_chunks.decay_runs = decay_runs
+
+
+def kda_gate_clamped() -> None:
+    """Take the lower bound of KDA's gate for a clamp of the softplus form."""
+    original: Callable[..., Tensor] = kda.kda_gate
+
+    def gate(x: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
+        g = original(x, A_log, dt_bias, None)
+        return g if lower_bound is None else g.clamp(min=lower_bound)
+
+    kda.kda_gate = gate
+
+
+def kda_state_stored_transposed() -> None:
+    """KDA's prefill stores the state in the other orientation (vLLM issue 41292)."""
+    original: Callable[..., Tensor] = kda.kda
+
+    def prefill(*args: Any) -> Tensor:
+        *inputs, state, cu_seqlens, slots, history, scale, norm, v_first, pad, lengths = args
+        swapped = state.transpose(-1, -2).contiguous()
+        out = original(*inputs, swapped, cu_seqlens, slots, history, scale, norm, not v_first, pad, lengths)
+        state.copy_(swapped.reshape(state.shape))
+        return out
+
+    kda.kda = prefill
+
+
 def pad_row_written() -> None:
     """Take slot -1 for the last slot."""
     run: Callable[..., Tensor] = conv.run
@@ -149,6 +211,10 @@ FAULTS: Final[dict[str, Callable[[], None]]] = {
         rewind_ignores_accepted_count,
         history_not_zeroed_on_reuse,
         state_stored_transposed,
+        kda_reset_by_a_gate,
+        kda_reference_at_the_middle_row,
+        kda_gate_clamped,
+        kda_state_stored_transposed,
         pad_row_written,
         taps_in_reverse_order,
         operands_through_fp16,

@@ -13,7 +13,9 @@ import pytest
 from tests import faults
 
 ROOT = Path(__file__).parents[1]
-CONV, RULE = (f"tests/kernels/{name}.py::" for name in ("test_causal_conv1d_faults", "test_gated_delta_rule"))
+CONV, RULE, KDA = (
+    f"tests/kernels/{name}.py::" for name in ("test_causal_conv1d_faults", "test_gated_delta_rule", "test_kda")
+)
 
 
 def conv(*ids: str) -> tuple[str, ...]:
@@ -36,6 +38,24 @@ CAUGHT_BY = {
         f"{RULE}test_ring_verify_goes_on_from_any_accepted_token[drafts3]",
         f"{RULE}test_ring_with_changing_draft_counts",
         f"{RULE}test_update_matches_definition[Q2-ring4-VK-HV=2H-K<V]",
+    ),
+    "kda_reset_by_a_gate": (
+        f"{KDA}test_fresh_row_ignores_what_a_slot_holds[plain-nan]",
+        f"{KDA}test_prefill_problems_of_peers[VK-P31-warm-up-then-use]",
+    ),
+    "kda_reference_at_the_middle_row": (
+        f"{KDA}test_a_prefix_does_not_depend_on_later_tokens[random]",
+        f"{KDA}test_prefill_holds_fp32_accuracy_under_any_gate[softplus down to -20]",
+    ),
+    "kda_gate_clamped": (
+        f"{KDA}test_gate_written_out",
+        f"{KDA}test_gate_is_that_of_transformers[glm5_next--5.0]",
+        f"{KDA}test_gate_matches_definition_on_views[bound-0.5-float32]",
+    ),
+    "kda_state_stored_transposed": (
+        f"{KDA}test_prefill_one_row_matches_definition[T17-VK-plain]",
+        f"{KDA}test_update_equals_prefill_of_the_same_tokens[plain-VK]",
+        f"{KDA}test_prefill_problems_of_peers[KV-P23-K-differs-from-V]",
     ),
     "state_stored_transposed": (
         f"{RULE}test_prefill_one_row_matches_definition[T17-VK-ring3]",

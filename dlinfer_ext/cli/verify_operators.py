@@ -80,6 +80,7 @@ def _checks(dtype: torch.dtype) -> Iterator[Check]:
     """Rows of mixed lengths, one empty, one padded, one fresh in a used slot; K ≠ V; HV = 2·H."""
     yield from _conv(dtype)
     yield from _delta_rule(dtype)
+    yield from _kda(dtype)
     yield from _norm(dtype)
     yield from _rejection(dtype)
     yield from _pools(dtype)
@@ -180,6 +181,43 @@ def _delta_rule(dtype: torch.dtype) -> Iterator[Check]:
         forms = (ops.sigmoid_gating_delta_rule_update, rule.sigmoid_gating_delta_rule_update, "state")
         yield _compare(
             "sigmoid_gating_delta_rule_update", "delta_rule", layout, *forms, **qkv(*lead), **raw, **same, **step
+        )
+
+
+def _kda(dtype: torch.dtype) -> Iterator[Check]:
+    import torch
+
+    from .. import ops
+    from ..kernels.kda import reference as rule
+
+    heads, keys, values, rows, tokens = 2, 32, 48, len(LENGTHS), sum(LENGTHS)
+    batch = _batch()
+    step = {name: value for name, value in batch.items() if name != "cu_seqlens"}
+
+    def inputs(*leading: int) -> dict[str, torch.Tensor]:
+        # A channel in two decays by exp(-5), the others hardly: the gates that a careless split cannot hold.
+        gate = torch.where(torch.arange(keys) % 2 == 0, -5.0, -0.01 * torch.rand(*leading, 2 * heads, keys))
+        return {
+            "q": torch.randn(*leading, heads, keys).to(dtype),
+            "k": torch.randn(*leading, heads, keys).to(dtype),
+            "v": torch.randn(*leading, 2 * heads, values).to(dtype),
+            "g": gate,
+            "beta": torch.rand(*leading, 2 * heads),
+        }
+
+    raw = {
+        "x": 4 * torch.randn(rows, 1 + DRAFTS, 2 * heads, keys).to(dtype),
+        "A_log": torch.randn(2 * heads),
+        "dt_bias": torch.randn(2 * heads, keys),
+    }
+    for case, bound in (("softplus", None), ("bound", -5.0)):
+        yield _compare("kda_gate", "kda", case, ops.kda_gate, rule.kda_gate, "", **raw, lower_bound=bound)
+    for layout, ring in (("plain", ()), ("ring", (1 + DRAFTS,))):
+        same = {"state": torch.randn(6, *ring, 2 * heads, values, keys), "use_qk_l2norm": True}
+        yield _compare("kda", "kda", layout, ops.kda, rule.kda, "state", **inputs(tokens), **same, **batch)
+        lead = (rows, 1 + DRAFTS)
+        yield _compare(
+            "kda_update", "kda", layout, ops.kda_update, rule.kda_update, "state", **inputs(*lead), **same, **step
         )
 
 

@@ -8,6 +8,7 @@ from .gated_delta_rule import (
     sigmoid_gating_delta_rule_update,
 )
 from .gated_rms_norm import RMSNormGated, gated_rms_norm, rmsnorm_fn
+from .kda import kda, kda_gate, kda_update
 from .rejection_sampling import rejection_sample, unusable_positions, verify, verify_greedy
 from .state_pool import copy_slots, zero_slots
 
@@ -21,6 +22,9 @@ __all__ = [
     "gated_delta_rule",
     "gated_delta_rule_update",
     "gated_rms_norm",
+    "kda",
+    "kda_gate",
+    "kda_update",
     "rejection_sample",
     "rmsnorm_fn",
     "sigmoid_gating_delta_rule_update",

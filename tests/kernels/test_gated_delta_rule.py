@@ -6,10 +6,10 @@ R and B numbers in the ids are the defects seen in peers' operators, each put as
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -27,20 +27,26 @@ from dlinfer_ext.ops import (
     gated_delta_rule_update,
     sigmoid_gating_delta_rule_update,
 )
-from dlinfer_ext.testing import DTYPES, TOLERANCE, HostRead, assert_close, guarded_pool, no_host_reads, rms_error
+from dlinfer_ext.testing import DTYPES, TOLERANCE, HostRead, assert_close, no_host_reads, rms_error
+from tests.kernels import delta_checks
+from tests.kernels.delta_checks import (
+    SMALL,
+    Dims,
+    Inputs,
+    Rule,
+    assert_only_written,
+    bits,
+    entry,
+    ints,
+    make_inputs,
+    make_pool,
+    offsets,
+)
 
 NAN, INF = float("nan"), float("inf")
 FP32 = TOLERANCE["delta_rule", torch.float32]
 
 
-class Dims(NamedTuple):
-    H: int = 2
-    HV: int = 4
-    K: int = 8
-    V: int = 12
-
-
-SMALL = Dims()
 EAGER_ONLY = pytest.mark.eager_only(reason="about a step inside the PyTorch form")
 SHAPES = [
     pytest.param(Dims(2, 2, 8, 8), id="HV=H"),
@@ -49,41 +55,6 @@ SHAPES = [
 ]
 ORIENTATIONS = [pytest.param(True, id="VK"), pytest.param(False, id="KV")]
 POOLS = [pytest.param(None, id="plain"), pytest.param(3, id="ring3")]
-
-
-class Inputs(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-
-    def rows(self, part: Any) -> Inputs:
-        return Inputs(*(x[part] for x in self))
-
-
-def make_inputs(
-    lead: Sequence[int],
-    dims: Dims = SMALL,
-    dtype: torch.dtype = torch.float32,
-    gate: Tensor | None = None,
-    seed: int = 0,
-) -> Inputs:
-    """Return q, k, v as views of one projection and g, beta as views of another, as a model has them."""
-    generator = torch.Generator().manual_seed(seed)
-    h, hv, k, v = dims
-    wide = torch.randn(*lead, 2 * h * k + hv * v + 5, generator=generator).to(dtype)
-    gates = torch.rand(*lead, 2 * hv + 3, generator=generator)
-    g = (-3 * gates).to(dtype)[..., hv + 1 : 2 * hv + 1]
-    if gate is not None:
-        g = gate.expand(*lead, hv)
-    return Inputs(
-        wide[..., : h * k].unflatten(-1, (h, k)),
-        wide[..., h * k : 2 * h * k].unflatten(-1, (h, k)),
-        wide[..., 2 * h * k + 3 : 2 * h * k + 3 + hv * v].unflatten(-1, (hv, v)),
-        g,
-        gates.to(dtype)[..., :hv],
-    )
 
 
 def make_gating(
@@ -102,88 +73,16 @@ def make_gating(
     }
 
 
-def make_pool(
-    slots: int, dims: Dims = SMALL, *, v_first: bool = True, ring: int | None = None, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    """Return (pool, storage): random states in a strided view among guard rows."""
-    inner = (dims.HV, dims.V, dims.K) if v_first else (dims.HV, dims.K, dims.V)
-    pool, storage = guarded_pool((slots, *((ring,) if ring else ()), *inner), dtype)
-    pool.copy_(torch.randn(pool.shape, generator=torch.Generator().manual_seed(1)))
-    return pool, storage
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view({4: torch.int32, 2: torch.int16}[x.element_size()])
-
-
-def assert_only_written(storage: Tensor, before: Tensor, pool: Tensor, entries: Sequence[tuple[int, ...]]) -> None:
-    """Assert that nothing but the entries of the pool differs from before, bit for bit."""
-    want = before.clone()
-    view = want.as_strided(pool.size(), pool.stride(), pool.storage_offset())
-    for entry in entries:
-        view[entry] = pool[entry]
-    assert torch.equal(bits(storage), bits(want)), "a state that is not addressed was written"
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
-
-
-def offsets(lengths: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0)
-
-
-def entry(slot: int, history: int | None, ring: int | None) -> tuple[int, ...]:
-    return (slot,) if ring is None else (slot, (history or 0) % ring)
-
-
-def check_prefill(
-    lengths: Sequence[int],
-    *,
-    dims: Dims = SMALL,
-    slots: Sequence[int] | None = None,
-    history: Sequence[int] | None = None,
-    v_first: bool = True,
-    ring: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    pool_dtype: torch.dtype = torch.float32,
-    gate: Tensor | None = None,
-    tail: int = 0,
-    dirty: float | None = None,
-    pad_slot_id: int = -1,
-    limit: float | None = None,
-    host: bool = True,
-    **options: Any,
-) -> Tensor:
-    """Run prefill and the definition on the same input; compare outputs, final states, and what must not be touched."""
-    rows, total = len(lengths), sum(lengths) + tail
-    x = make_inputs([total], dims, dtype, gate)
-    pool, storage = make_pool(rows + 3, dims, v_first=v_first, ring=ring, dtype=pool_dtype)
-    if dirty is not None:
-        pool.fill_(dirty)
-    before, want_pool = storage.clone(), pool.double()
-    index = None if slots is None else torch.tensor(slots, dtype=torch.int32)
-    past = None if history is None else torch.tensor(history, dtype=torch.int32)
-    common: dict[str, Any] = {
-        "cu_seqlens": offsets(lengths).int(), "state_indices": index, "history_lens": past, "state_v_first": v_first,
-        "use_qk_l2norm": True, "pad_slot_id": pad_slot_id, **options,
-    }  # fmt: skip
-    copies = [y.clone() for y in x]
-    o = gated_delta_rule(*x, pool, **common, host_lengths=lengths if host else None)
-    want = reference.gated_delta_rule(*x, want_pool, **common)
-    assert all(torch.equal(a, b) for a, b in zip(x, copies, strict=True)), "an input was changed"
-    assert o.dtype == dtype
-    assert_close("o", o, want, limit or TOLERANCE["delta_rule", dtype])
-    live = [
-        (slot, 0 if history is None else history[i], n)
-        for i, (slot, n) in enumerate(zip(slots or range(rows), lengths, strict=True))
-        if n and slot >= 0 and slot != pad_slot_id and (history is None or history[i] >= 0)
-    ]
-    entries = [entry(slot, h + n, ring) for slot, h, n in live]
-    for e in entries:
-        assert_close(f"state {e}", pool[e], want_pool[e], limit or TOLERANCE["delta_rule", pool_dtype])
-    assert_only_written(storage, before, pool, entries)
-    return o
+GDN = Rule(
+    "delta_rule",
+    gated_delta_rule,
+    gated_delta_rule_update,
+    reference.gated_delta_rule,
+    reference.gated_delta_rule_update,
+    channels=False,
+    gating=(sigmoid_gating_delta_rule_update, reference.sigmoid_gating_delta_rule_update, make_gating),
+)
+check_prefill, check_update = partial(delta_checks.check_prefill, GDN), partial(delta_checks.check_update, GDN)
 
 
 LENGTHS = [0, 1, 2, 15, 16, 17, 63, 64, 65, 130]
@@ -390,82 +289,6 @@ def test_recurrence_by_hand() -> None:
         # S = 0.5; then 0.5 · S = 0.25, u = 0.5 (1 - 0.25) = 0.375, S = 0.625.
         assert o.flatten().tolist() == pytest.approx([0.5, 0.625], abs=1e-7)
         assert pool.item() == pytest.approx(0.625, abs=1e-7)
-
-
-def check_update(
-    rows: int,
-    steps: int,
-    *,
-    dims: Dims = SMALL,
-    slots: Any = None,
-    history: Sequence[int] | None = None,
-    accepted: Sequence[int] | None = None,
-    lengths: Sequence[int] | None = None,
-    v_first: bool = True,
-    ring: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    pool_dtype: torch.dtype = torch.float32,
-    gate: Tensor | None = None,
-    dirty: float | None = None,
-    pad_slot_id: int = -1,
-    num_slots: int | None = None,
-    gating: dict[str, Any] | None = None,
-) -> Tensor:
-    """Run a decode or verify step and the definition, under the host-read guard; compare as `check_prefill` does.
-
-    With `gating` the step computes its gates; its entries are those of `make_gating` and options of the softplus.
-    """
-    lead = [rows, steps] if lengths is None else [sum(lengths) + 1]
-    x = make_inputs(lead, dims, dtype, gate)
-    index = None if slots is None else torch.tensor(slots, dtype=torch.int32)
-    count = num_slots or rows + 3
-    pool, storage = make_pool(count, dims, v_first=v_first, ring=ring, dtype=pool_dtype)
-    if dirty is not None:
-        pool.fill_(dirty)
-    before, want_pool = storage.clone(), pool.double()
-    common: dict[str, Any] = {
-        "state_indices": index,
-        "history_lens": None if history is None else torch.tensor(history, dtype=torch.int32),
-        "num_accepted_tokens": None if accepted is None else torch.tensor(accepted, dtype=torch.int32),
-        "cu_seqlens": None if lengths is None else offsets(lengths),
-        "state_v_first": v_first,
-        "use_qk_l2norm": True,
-        "pad_slot_id": pad_slot_id,
-    }
-    given: dict[str, Any] = x._asdict()
-    run: Callable[..., Tensor] = gated_delta_rule_update
-    define: Callable[..., Tensor] = reference.gated_delta_rule_update
-    if gating is not None:
-        run, define = sigmoid_gating_delta_rule_update, reference.sigmoid_gating_delta_rule_update
-        shift = gating.pop("shift", 0.0)
-        given = {"q": x.q, "k": x.k, "v": x.v, **make_gating(lead, dims, dtype, shift)}
-        common |= gating
-    copies = {name: y.clone() for name, y in given.items()}
-    with no_host_reads():
-        o = run(**given, state=pool, **common)
-    want = define(**given, state=want_pool, **common)
-    assert all(torch.equal(y, given[name]) for name, y in copies.items()), "an input was changed"
-    assert o.dtype == dtype
-    assert_close("o", o, want, TOLERANCE["delta_rule", dtype])
-    changed: list[tuple[int, ...]] = []
-    for i in range(rows):
-        ids = [i] if slots is None else torch.tensor(slots[i]).reshape(-1).tolist()
-        tokens = steps if lengths is None else lengths[i]
-        h = 0 if history is None else history[i]
-        if isinstance(slots, list) and isinstance(slots[i], list):
-            a = 1 if accepted is None else min(max(accepted[i], 1), len(ids))
-            needed = [ids[a - 1], *ids[:tokens]]
-            targets: list[tuple[int, ...]] = [(s,) for s in ids[:tokens]]
-        elif ring:
-            needed, targets = ids, [entry(ids[0], h + t + 1, ring) for t in range(tokens)]
-        else:
-            needed, targets = ids, [(ids[0],)]
-        if tokens and h >= 0 and all(s >= 0 and s != pad_slot_id for s in needed):
-            changed += targets
-    for e in changed:
-        assert_close(f"state {e}", pool[e], want_pool[e], TOLERANCE["delta_rule", pool_dtype])
-    assert_only_written(storage, before, pool, changed)
-    return o
 
 
 @pytest.mark.parametrize("dims", SHAPES)

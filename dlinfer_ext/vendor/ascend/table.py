@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dlinfer_ext.forms import FOLDERS
+from dlinfer_ext.forms import FOLDERS, NO_KERNEL
 from dlinfer_ext.targets import load_soc
 
 from . import fused, soc
@@ -45,7 +45,8 @@ def route_table(soc_name: str) -> dict[str, tuple[Entry, ...]]:
             first = Entry(operator, "fused", False, "no registered operator is bound to it")
         else:
             first = Entry(operator, "fused", True, f"where the machine registers {registered.name}{registered.schema}")
-        second = Entry(operator, "triton", no_triton is None, no_triton or "where triton-ascend is installed")
+        unable = "no kernel is written for it yet" if operator in NO_KERNEL else no_triton
+        second = Entry(operator, "triton", unable is None, unable or "where triton-ascend is installed")
         return first, second, Entry(operator, "eager", True, "")
 
     return {operator: entries(operator) for operator in FOLDERS}

@@ -12,4 +12,7 @@ from dlinfer_ext.vendor.ascend.compat.gated_delta_rule import (
 )
 from dlinfer_ext.vendor.ascend.compat.gated_rms_norm import RMSNormGated as RMSNormGated
 from dlinfer_ext.vendor.ascend.compat.gated_rms_norm import rmsnorm_fn as rmsnorm_fn
+from dlinfer_ext.vendor.ascend.compat.kda import chunk_kda as chunk_kda
+from dlinfer_ext.vendor.ascend.compat.kda import fused_recurrent_kda as fused_recurrent_kda
+from dlinfer_ext.vendor.ascend.compat.kda import kda_gate as kda_gate
 from dlinfer_ext.vendor.ascend.compat.rejection_sampling import rejection_sample as rejection_sample

@@ -12,16 +12,7 @@ from dlinfer_ext.ops.gated_delta_rule import (
     sigmoid_gating_delta_rule_update,
 )
 
-
-def _require_lead(op: str, q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
-    """Check [B, T, heads, dim] of q and v; return the rows and the tokens of a row (0 if cu_seqlens says)."""
-    require_shape(op, "q", q, ["B", "T", "H", "K"])
-    require_shape(op, "v", v, [*q.shape[:2], "HV", "V"])
-    if cu_seqlens is None:
-        return q.shape[0], q.shape[1]
-    require_shape(op, "cu_seqlens", cu_seqlens, ["N + 1"])
-    require(q.shape[0] == 1, op, "q", f"of shape {list(q.shape)}", "B = 1 when cu_seqlens is given")
-    return cu_seqlens.shape[0] - 1, 0
+from .delta import prompts, require_batches, require_lead, steps
 
 
 def chunk_gated_delta_rule(
@@ -62,33 +53,12 @@ def chunk_gated_delta_rule(
         ValueError: shapes that do not fit.
     """
     op = "chunk_gated_delta_rule"
-    for name, t in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
-        require_tensor(op, name, t)
-        require(t.dim() >= 3, op, name, f"of shape {list(t.shape)}", "[B, T, heads, ...]")
+    require_batches(op, q=q, k=k, v=v, g=g, beta=beta)
     if head_first:
         q, k, v, g, beta = (t.transpose(1, 2) for t in (q, k, v, g, beta))
-    rows, length = _require_lead(op, q, v, cu_seqlens)
-    heads, values, keys = v.shape[2], v.shape[3], q.shape[3]
-    if initial_state is None:
-        state = torch.zeros(rows, heads, keys, values, dtype=torch.float32, device=q.device)
-    else:
-        require_shape(op, "initial_state", initial_state, [rows, heads, keys, values])
-        state = initial_state.to(torch.float32, copy=True)
-    offsets = torch.arange(rows + 1, device=q.device) * length if cu_seqlens is None else cu_seqlens
-    o = gated_delta_rule(
-        q.flatten(0, 1),
-        k.flatten(0, 1),
-        v.flatten(0, 1),
-        g.flatten(0, 1),
-        beta.flatten(0, 1),
-        state,
-        cu_seqlens=offsets,
-        scale=scale,
-        use_qk_l2norm=use_qk_l2norm_in_kernel,
-        state_v_first=False,
-        host_lengths=[length] * rows if cu_seqlens is None else None,
+    o, state = prompts(
+        op, gated_delta_rule, q, k, v, g, beta, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, False
     )
-    o = o.view(v.shape)
     return o.transpose(1, 2) if head_first else o, state if output_final_state else None
 
 
@@ -144,72 +114,11 @@ def fused_recurrent_gated_delta_rule(
     """
     op = "fused_recurrent_gated_delta_rule"
     require_tensor(op, "g", g)
-    rows, _ = _require_lead(op, q, v, cu_seqlens)
-    heads, values, keys = v.shape[2], v.shape[3], q.shape[3]
-    if beta is None:
-        beta = torch.ones_like(g)
-    ring = state_ids_rb is not None or cache_seqlens_rb is not None
-    table = ssm_state_indices is not None and ssm_state_indices.dim() == 2
-    indices = ssm_state_indices
-    if ring:
-        require(ssm_state_indices is None, op, "ssm_state_indices", "given with state_ids_rb", "one of the two")
-        require(state_ids_rb is not None, op, "state_ids_rb", "None", "int [N] with cache_seqlens_rb")
-        require(cache_seqlens_rb is not None, op, "cache_seqlens_rb", "None", "int [N] with state_ids_rb")
-        indices = state_ids_rb
-    if initial_state is None:
-        require(indices is None, op, "initial_state", "None", "a pool, as slots are given")
-        pool = torch.zeros(rows, heads, values, keys, dtype=torch.float32, device=q.device)
-    elif inplace_final_state:
-        pool = initial_state
-    else:
-        require(not (ring or table), op, "inplace_final_state", "False", "True: every token stores a state of its own")
-        require_shape(op, "initial_state", initial_state, ["S", heads, values, keys])
-        pool, indices = _own_states(initial_state, indices, rows)
-    if ring and pool.dim() == 4:
-        require(
-            num_state >= 1 and pool.shape[0] % num_state == 0,
-            op,
-            "num_state",
-            f"{num_state} with initial_state of shape {list(pool.shape)}",
-            "a divisor of its first dimension",
-        )
-        target = pool.unflatten(0, (-1, num_state))
-    else:
-        target = pool
-        require(
-            not ring or (pool.dim() == 5 and pool.shape[1] == num_state),
-            op,
-            "initial_state",
-            f"of shape {list(pool.shape)}",
-            f"[ids, {num_state}, HV, V, K] or [ids · {num_state}, HV, V, K]",
-        )
-    if cu_seqlens is not None:
-        q, k, v, g, beta = q[0], k[0], v[0], g[0], beta[0]
-    o = gated_delta_rule_update(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        target,
-        state_indices=indices,
-        history_lens=cache_seqlens_rb,
-        num_accepted_tokens=num_accepted_tokens,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
-        use_qk_l2norm=use_qk_l2norm_in_kernel,
-    )
-    return o if cu_seqlens is None else o[None], pool
-
-
-def _own_states(initial_state: Tensor, indices: Tensor | None, rows: int) -> tuple[Tensor, Tensor | None]:
-    """Return fp32 copies [N, HV, V, K] of the states addressed, zero for PAD rows, and the indices into them."""
-    if indices is None:
-        return initial_state[:rows].to(torch.float32, copy=True), None
-    live = indices >= 0
-    states = initial_state.index_select(0, torch.where(live, indices, 0)).float()
-    own = torch.arange(rows, device=indices.device)
-    return torch.where(live[:, None, None, None], states, 0.0), torch.where(live, own, -1)
+    return steps(
+        op, gated_delta_rule_update, q, k, v, g, torch.ones_like(g) if beta is None else beta, scale, initial_state,
+        inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens, cache_seqlens_rb, state_ids_rb,
+        num_state, use_qk_l2norm_in_kernel, True,
+    )  # fmt: skip
 
 
 def fused_sigmoid_gating_delta_rule_update(
@@ -258,7 +167,7 @@ def fused_sigmoid_gating_delta_rule_update(
         ValueError: shapes that do not fit.
     """
     op = "fused_sigmoid_gating_delta_rule_update"
-    rows, _ = _require_lead(op, q, v, cu_seqlens)
+    rows, _ = require_lead(op, q, v, cu_seqlens)
     heads, values, keys = v.shape[2], v.shape[3], q.shape[3]
     for name, t in (("a", a), ("b", b)):
         require_tensor(op, name, t)

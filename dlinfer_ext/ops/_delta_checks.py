@@ -1,0 +1,244 @@
+"""Checks of the arguments that the delta rules share, whichever gate they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import Tensor
+
+from .. import envs
+from ._checks import (
+    FLOATS,
+    INTS,
+    require,
+    require_dtype,
+    require_inference,
+    require_same_device,
+    require_shape,
+    require_tensor,
+)
+
+
+def require_inputs(
+    op: str,
+    lead: list[int | str],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    channel_gates: dict[str, Tensor] | None = None,
+    **gates: Tensor,
+) -> None:
+    """Check q, k, v and the gates against each other; `lead` names the leading dimensions of q.
+
+    Gates are [.., HV], those in `channel_gates` [.., HV, K].
+    """
+    channel_gates = channel_gates or {}
+    require_shape(op, "q", q, [*lead, "H", "K"])
+    require_dtype(op, "q", q, FLOATS)
+    require_shape(op, "k", k, q.shape)
+    require_dtype(op, "k", k, [q.dtype])
+    tokens, heads = q.shape[:-2], q.shape[-2]
+    require_shape(op, "v", v, [*tokens, "HV", "V"])
+    require_dtype(op, "v", v, [q.dtype])
+    value_heads = v.shape[-2]
+    require(
+        heads >= 1 and q.shape[-1] >= 1 and v.shape[-1] >= 1 and value_heads >= 1 and value_heads % heads == 0,
+        op,
+        "v",
+        f"of shape {list(v.shape)} with q of shape {list(q.shape)}",
+        "HV a positive multiple of H, and K, V >= 1",
+    )
+    for name, gate in (channel_gates | gates).items():
+        require_shape(op, name, gate, [*tokens, value_heads, *(q.shape[-1:] if name in channel_gates else ())])
+        require_dtype(op, name, gate, FLOATS)
+    gates = channel_gates | gates
+    require_same_device(op, "q", q, k=k, v=v, **gates)
+    require_inference(op, q=q, k=k, v=v, **gates)
+
+
+def require_pool(op: str, state: Tensor, q: Tensor, v: Tensor, v_first: bool, history: Tensor | None) -> bool:
+    """Check the pool against q and v; return whether it is a ring."""
+    require_tensor(op, "state", state)
+    require_dtype(op, "state", state, FLOATS)
+    keys, (heads, values) = q.shape[-1], v.shape[-2:]
+    inner = [heads, values, keys] if v_first else [heads, keys, values]
+    require(
+        state.dim() in (4, 5) and list(state.shape[-3:]) == inner and (state.dim() == 4 or state.shape[1] >= 1),
+        op,
+        "state",
+        f"of shape {list(state.shape)}",
+        f"[S, {', '.join(map(str, inner))}] or a ring [S, R, {', '.join(map(str, inner))}] (state_v_first={v_first})",
+    )
+    ring = state.dim() == 5
+    require(
+        not ring or history is not None, op, "history_lens", "None", "int [N]: a ring pool is addressed by the history"
+    )
+    require_same_device(op, "q", q, state=state)
+    require_inference(op, state=state)
+    return ring
+
+
+def require_rows(op: str, rows: int, q: Tensor, **tensors: Tensor | None) -> None:
+    for name, t in tensors.items():
+        if t is not None:
+            require_shape(op, name, t, [rows])
+            require_dtype(op, name, t, INTS)
+    require_same_device(op, "q", q, **tensors)
+
+
+def require_default_slots(op: str, rows: int, state: Tensor, state_indices: Tensor | None) -> None:
+    require(
+        state_indices is not None or state.shape[0] >= rows,
+        op,
+        "state",
+        f"of {state.shape[0]} slots",
+        f"at least {rows} slots: without state_indices row i uses slot i",
+    )
+
+
+def require_cu_seqlens(op: str, cu_seqlens: Tensor, q: Tensor) -> int:
+    """Check the packed offsets; return N."""
+    require_shape(op, "cu_seqlens", cu_seqlens, ["N + 1"])
+    require_dtype(op, "cu_seqlens", cu_seqlens, INTS)
+    require(cu_seqlens.shape[0] >= 1, op, "cu_seqlens", "empty", "[N + 1] offsets that start at 0")
+    require_same_device(op, "q", q, cu_seqlens=cu_seqlens)
+    return cu_seqlens.shape[0] - 1
+
+
+def check_values(
+    op: str,
+    state: Tensor,
+    rows: int,
+    pad_slot_id: int,
+    state_indices: Tensor | None,
+    history_lens: Tensor | None,
+    cu_seqlens: Tensor | None,
+    num_accepted_tokens: Tensor | None = None,
+    host_lengths: Sequence[int] | None = None,
+    row_limit: int | None = None,
+) -> None:
+    """Check what only the device knows (DLINFER_EXT_CHECK=1); reads the host."""
+    lengths = [1] * rows
+    if cu_seqlens is not None:
+        offsets = cu_seqlens.tolist()
+        require(offsets[0] == 0, op, "cu_seqlens", f"{offsets[0]} at row 0", "0")
+        lengths = [b - a for a, b in pairwise(offsets)]
+        for row, n in enumerate(lengths):
+            require(n >= 0, op, "cu_seqlens", f"falling by {-n} at row {row}", "offsets that do not fall")
+            if row_limit is not None:
+                require(n <= row_limit, op, "cu_seqlens", f"{n} tokens at row {row}", f"at most {row_limit}")
+        if host_lengths is not None:
+            require(
+                list(host_lengths) == lengths, op, "host_lengths", str(list(host_lengths)), f"{lengths}, as cu_seqlens"
+            )
+    if num_accepted_tokens is not None and state_indices is not None:
+        for row, count in enumerate(num_accepted_tokens.tolist()):
+            width = state_indices.shape[1]
+            require(1 <= count <= width, op, "num_accepted_tokens", f"{count} at row {row}", f"1 to {width}")
+    if history_lens is not None:
+        for row, n in enumerate(history_lens.tolist()):
+            require(n >= 0, op, "history_lens", f"{n} at row {row}", "at least 0")
+    if state_indices is None:
+        return
+    owner: dict[int, int] = {}
+    for row, slots in enumerate(state_indices.reshape(rows, -1).tolist()):
+        for slot in slots:
+            if slot < 0 or slot == pad_slot_id or lengths[row] == 0:
+                continue
+            require(slot < state.shape[0], op, "state_indices", f"{slot} at row {row}", f"below {state.shape[0]}")
+            first = owner.setdefault(slot, row)
+            require(
+                first == row and slots.count(slot) == 1,
+                op,
+                "state_indices",
+                f"{slot} at row {row} and at row {first}",
+                "a slot of its own for each row",
+            )
+
+
+def require_update(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    state_indices: Tensor | None,
+    history_lens: Tensor | None,
+    num_accepted_tokens: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool,
+    pad_slot_id: int,
+    channel_gates: dict[str, Tensor] | None = None,
+    **gates: Tensor,
+) -> None:
+    """Check the arguments of a decode or verify step; gates as in `require_inputs`."""
+    packed = cu_seqlens is not None
+    require_inputs(op, ["T"] if packed else ["N", "Q"], q, k, v, channel_gates, **gates)
+    ring = require_pool(op, state, q, v, state_v_first, history_lens)
+    rows = require_cu_seqlens(op, cu_seqlens, q) if cu_seqlens is not None else q.shape[0]
+    table = isinstance(state_indices, Tensor) and state_indices.dim() == 2
+    require(
+        num_accepted_tokens is None or table,
+        op,
+        "num_accepted_tokens",
+        "given without a table",
+        "None, or state_indices of shape [N, W]",
+    )
+    row_limit: int | None = None
+    if state_indices is not None and table:
+        require(not ring, op, "state_indices", f"of shape {list(state_indices.shape)}", "[N] for a ring pool")
+        require_shape(op, "state_indices", state_indices, [rows, "W"])
+        require_dtype(op, "state_indices", state_indices, INTS)
+        require_same_device(op, "q", q, state_indices=state_indices)
+        row_limit = state_indices.shape[1]
+        require(row_limit >= 1, op, "state_indices", f"of shape {list(state_indices.shape)}", "W >= 1")
+        require_rows(op, rows, q, history_lens=history_lens, num_accepted_tokens=num_accepted_tokens)
+    else:
+        row_limit = state.shape[1] if ring else None
+        require_rows(op, rows, q, state_indices=state_indices, history_lens=history_lens)
+        require_default_slots(op, rows, state, state_indices)
+    if row_limit is not None and not packed:
+        require(
+            q.shape[1] <= row_limit,
+            op,
+            "q",
+            f"of {q.shape[1]} tokens per row",
+            f"at most {row_limit}, the {'entries of the ring' if ring else 'columns of state_indices'}",
+        )
+    if envs.CHECK.flag():
+        check_values(
+            op, state, rows, pad_slot_id, state_indices, history_lens, cu_seqlens, num_accepted_tokens,
+            row_limit=row_limit,
+        )  # fmt: skip
+
+
+def require_prompts(
+    op: str,
+    q: Tensor,
+    v: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_indices: Tensor | None,
+    history_lens: Tensor | None,
+    state_v_first: bool,
+    pad_slot_id: int,
+    host_lengths: Sequence[int] | None,
+) -> list[int] | None:
+    """Check what packed prompts take besides their inputs; return the row lengths as ints, or None."""
+    require_pool(op, state, q, v, state_v_first, history_lens)
+    rows = require_cu_seqlens(op, cu_seqlens, q)
+    require_rows(op, rows, q, state_indices=state_indices, history_lens=history_lens)
+    require_default_slots(op, rows, state, state_indices)
+    lengths = None if host_lengths is None else [int(n) for n in host_lengths]
+    if lengths is not None:
+        require(
+            len(lengths) == rows and min(lengths, default=0) >= 0 and sum(lengths) <= q.shape[0],
+            op,
+            "host_lengths",
+            str(lengths),
+            f"{rows} lengths >= 0 of at most {q.shape[0]} tokens in all",
+        )
+    if envs.CHECK.flag():
+        check_values(op, state, rows, pad_slot_id, state_indices, history_lens, cu_seqlens, host_lengths=lengths)
+    return lengths
