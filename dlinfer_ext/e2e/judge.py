@@ -192,4 +192,4 @@ def first_drafts(target: Target, law: Law, prompt: Ids, chances: Mapping[Ids, fl
 
 def steps_of(counters: Mapping[str, int]) -> int:
     """Return how often the engine ran the model."""
-    return sum(counters.get(f"{kind}steps_of", 0) for kind in ("prefill", "decode", "verify"))
+    return sum(counters.get(f"{kind}_steps", 0) for kind in ("prefill", "decode", "verify"))

@@ -18,50 +18,13 @@ from ._checks import (
     require_tensor,
 )
 from ._delta_checks import require_inputs, require_prompts, require_update
+from ._delta_schemas import RULE_SCHEMA, UPDATE_SCHEMA, fake_rule, fake_update
 from ._registry import Operator
 
 _RULE: Final = "gated_delta_rule"
 _UPDATE: Final = "gated_delta_rule_update"
 _GATE: Final = "gated_delta_gate"
 _GATING_UPDATE: Final = "sigmoid_gating_delta_rule_update"
-
-
-def _fake_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    state_indices: Tensor | None,
-    history_lens: Tensor | None,
-    scale: float,
-    use_qk_l2norm: bool,
-    state_v_first: bool,
-    pad_slot_id: int,
-    host_lengths: Sequence[int] | None,
-) -> Tensor:
-    return v.new_empty(v.shape)
-
-
-def _fake_update(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    state_indices: Tensor | None,
-    history_lens: Tensor | None,
-    num_accepted_tokens: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    use_qk_l2norm: bool,
-    state_v_first: bool,
-    pad_slot_id: int,
-) -> Tensor:
-    return v.new_empty(v.shape)
 
 
 def _fake_gate(
@@ -100,19 +63,15 @@ def _fake_gating_update(
 
 RULE: Final = Operator.define(
     _RULE,
-    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor cu_seqlens, Tensor? state_indices,"
-    " Tensor? history_lens, float scale, bool use_qk_l2norm, bool state_v_first, int pad_slot_id, int[]? host_lengths)"
-    " -> Tensor",
-    _fake_rule,
+    RULE_SCHEMA,
+    fake_rule,
     summary="gated delta rule over packed prompts, in chunks",
     dtypes=FLOATS,
 )
 UPDATE: Final = Operator.define(
     _UPDATE,
-    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor? state_indices,"
-    " Tensor? history_lens, Tensor? num_accepted_tokens, Tensor? cu_seqlens, float scale, bool use_qk_l2norm,"
-    " bool state_v_first, int pad_slot_id) -> Tensor",
-    _fake_update,
+    UPDATE_SCHEMA,
+    fake_update,
     summary="gated delta rule of a decode or verify step",
     dtypes=FLOATS,
 )

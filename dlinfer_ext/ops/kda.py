@@ -18,6 +18,7 @@ from ._checks import (
     require_tensor,
 )
 from ._delta_checks import require_inputs, require_prompts, require_update
+from ._delta_schemas import RULE_SCHEMA, UPDATE_SCHEMA, fake_rule, fake_update
 from ._registry import Operator
 
 _RULE: Final = "kda"
@@ -28,63 +29,21 @@ _GATE: Final = "kda_gate"
 _LEAST_BOUND: Final = -5.0
 
 
-def _fake_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    state_indices: Tensor | None,
-    history_lens: Tensor | None,
-    scale: float,
-    use_qk_l2norm: bool,
-    state_v_first: bool,
-    pad_slot_id: int,
-    host_lengths: Sequence[int] | None,
-) -> Tensor:
-    return v.new_empty(v.shape)
-
-
-def _fake_update(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    state_indices: Tensor | None,
-    history_lens: Tensor | None,
-    num_accepted_tokens: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    use_qk_l2norm: bool,
-    state_v_first: bool,
-    pad_slot_id: int,
-) -> Tensor:
-    return v.new_empty(v.shape)
-
-
 def _fake_gate(x: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.float32)
 
 
 RULE: Final = Operator.define(
     _RULE,
-    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor cu_seqlens, Tensor? state_indices,"
-    " Tensor? history_lens, float scale, bool use_qk_l2norm, bool state_v_first, int pad_slot_id, int[]? host_lengths)"
-    " -> Tensor",
-    _fake_rule,
+    RULE_SCHEMA,
+    fake_rule,
     summary="Kimi Delta Attention over packed prompts, in chunks",
     dtypes=FLOATS,
 )
 UPDATE: Final = Operator.define(
     _UPDATE,
-    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor? state_indices,"
-    " Tensor? history_lens, Tensor? num_accepted_tokens, Tensor? cu_seqlens, float scale, bool use_qk_l2norm,"
-    " bool state_v_first, int pad_slot_id) -> Tensor",
-    _fake_update,
+    UPDATE_SCHEMA,
+    fake_update,
     summary="Kimi Delta Attention of a decode or verify step",
     dtypes=FLOATS,
 )

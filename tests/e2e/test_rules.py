@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from dlinfer_ext.e2e import acceptance, compare
+from dlinfer_ext.e2e import acceptance, compare, judge
 
 
 def test_identity_names_the_first_difference() -> None:
@@ -107,6 +107,11 @@ def test_verify_rows_are_matched_with_their_requests() -> None:
     unknown = acceptance.measure(rows, 3, [])
     assert unknown.histogram == measured.histogram
     assert sum(unknown.steps_by_context.values()) == 0
+
+
+def test_engine_steps_are_those_of_every_kind() -> None:
+    counters = {"prefill_steps": 2, "decode_steps": 3, "verify_steps": 5, "padded_steps": 7}
+    assert judge.steps_of(counters) == 10
 
 
 def test_a_chain_of_another_text_does_not_fit() -> None:

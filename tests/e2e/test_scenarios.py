@@ -93,6 +93,9 @@ def test_the_rule_of_a_card_holds_here_too() -> None:
     done = runner.run_scenario(small(dtype="bfloat16", drafts=(3,)), Target(TRAINED, reference="plain"))
     assert not done.failures
     assert done.runs[0].verdicts[0].rule == "divergence"
+    steps = done.runs[0].counters["prefill_steps"] + done.runs[0].counters["verify_steps"]
+    assert done.runs[0].steps == steps > 0
+    assert done.runs[0].as_dict()["tokens_per_step"] == round(32 / steps, 2)
     assert done.runs[0].verdicts[0].facts["logits"] > 100
     assert done.runs[0].counters["verify_steps"] > 0
 

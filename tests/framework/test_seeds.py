@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dlinfer_ext.framework.lmdeploy.rejection_sampling import RejectionSampling
-from dlinfer_ext.framework.lmdeploy.seeds import MultinomialSampling, patch_spec_agent
+from dlinfer_ext.framework.lmdeploy.seeds import MultinomialSampling, patch_spec_agent, within_policy
 from dlinfer_ext.kernels.rejection_sampling import eager
 from dlinfer_ext.testing import no_host_reads
 
@@ -50,6 +50,32 @@ def test_more_candidates_of_probability_zero_change_nothing() -> None:
     wide, ids = torch.nn.functional.pad(SCORES, (0, 600)).expand(64, -1), torch.arange(604).expand(64, -1)
     got = MultinomialSampling().forward(wide, seeds, offsets, ids)
     assert torch.equal(IDS[got], draw(seeds, offsets, 64))
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        ({"max_top_k": 2, "top_k": 2}, [0, 2]),
+        ({"max_top_k": 3, "top_k": 1}, [0]),  # beside a request with a larger one
+        ({"max_top_k": 0, "top_p": 0.8}, [0, 2]),  # 0.5 and 0.3 reach it
+        ({"max_top_k": 0, "min_p": 0.4}, [0, 2]),  # at least 0.4 of 0.5
+        ({"max_top_k": 0}, [0, 1, 2, 3]),
+    ],
+)
+def test_the_policy_holds_at_the_draft_positions(policy: dict[str, float], kept: list[int]) -> None:
+    logits = torch.tensor([0.5, 0.15, 0.3, 0.05]).log().expand(2, 3, 4).contiguous()
+    before = logits.clone()
+    inputs = SimpleNamespace(
+        max_top_k=policy["max_top_k"],
+        **{n: torch.full((6,), policy[n]) if n in policy else None for n in ("top_k", "top_p", "min_p")},
+    )
+    with no_host_reads():
+        got = within_policy(logits, inputs)
+    assert torch.equal(logits, before)
+    assert torch.equal(got[:, -1], before[:, -1]), "LMDeploy filters the bonus position itself"
+    rest = [i for i in range(4) if i not in kept]
+    assert torch.equal(got[:, :-1, kept], before[:, :-1, kept])
+    assert bool((got[:, :-1, rest] == -torch.inf).all())
 
 
 @dataclasses.dataclass

@@ -170,7 +170,7 @@ def cases() -> list[Case]:
         _prefill(MIXED, "16 prompts 2048 tokens", target=2.0),
         _prefill((2048,), "1 prompt 2048 tokens", target=1.5),
         _prefill((2048,), "1 prompt 2048 tokens, gates down to -20", gate=-20.0),
-        _decode(64, 8, 32, target=15.0),
+        _decode(64, 8, 32, target=15.0, memory_limit=MEMORY_LIMIT),
         _decode(64, 32, 128, target=1.7, memory_limit=MEMORY_LIMIT),
         *(_prefill((n,), f"1 prompt {n} tokens", growth="kda prefill tokens") for n in (256, 512, 1024)),
         *(_prefill((64,) * rows, f"{rows} prompts of 64", growth="kda prefill rows") for rows in (4, 8, 16)),

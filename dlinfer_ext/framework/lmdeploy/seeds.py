@@ -67,7 +67,6 @@ def within_policy(target_logits: Tensor, inputs: Any) -> Tensor:
         return target_logits
     else:
         scores, indices = rows.sort(1, descending=True)
-    scores = scores.clone()
     if inputs.top_k is not None:
         top_k = inputs.top_k.masked_fill(inputs.top_k <= 0, scores.size(1))
         scores = logits_process._filter_topk_sorted_(scores, top_k)
@@ -75,8 +74,9 @@ def within_policy(target_logits: Tensor, inputs: Any) -> Tensor:
         scores = logits_process._filter_topp_sorted_(scores, inputs.top_p)
     if inputs.min_p is not None:
         scores = logits_process._filter_minp_sorted_(scores, inputs.min_p)
-    kept = torch.full_like(rows, -torch.inf).scatter_(1, indices.long(), scores).view_as(target_logits)
-    return torch.cat([kept[:, :-1], target_logits[:, -1:]], 1)
+    kept = torch.full_like(rows, -torch.inf).scatter_(1, indices, scores).view_as(target_logits)
+    kept[:, -1] = target_logits[:, -1]
+    return kept
 
 
 def patch_spec_agent(module: Any) -> str:
