@@ -343,22 +343,34 @@ def load_transformers(path: Path, dtype: str = "float32") -> Any:
 
 
 def transformers_greedy(path: Path, prompts_ids: list[list[int]], n: int) -> list[list[int]]:
-    """Greedy continuations by transformers in fp32 on one thread, each exactly ``n`` tokens.
+    """Greedy continuations by transformers; see `transformers_greedy_and_gap`."""
+    return transformers_greedy_and_gap(path, prompts_ids, n)[0]
+
+
+def transformers_greedy_and_gap(path: Path, prompts_ids: list[list[int]], n: int) -> tuple[list[list[int]], float]:
+    """Greedy continuations by transformers in fp32 on one thread, each exactly ``n`` tokens, and how clear they are.
 
     The end token is never chosen, which is what LMDeploy's ``ignore_eos`` does (it masks the end token's logit).
     Prompts of one length go as one batch; none is padded.
+
+    Returns:
+        The continuations, and the smallest distance of the best logit to the second over all their tokens: where it
+        is of the size of rounding, another right engine may give other tokens.
     """
-    model, new = load_transformers(path), dict[int, list[int]]()
+    model, new, gaps = load_transformers(path), dict[int, list[int]](), list[float]()
     end = model.generation_config.eos_token_id
     model.generation_config.eos_token_id = None
     model.generation_config.suppress_tokens = end if isinstance(end, list) else [end]
+    options = {"max_new_tokens": n, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
     with _one_thread():
         for length in {len(prompt) for prompt in prompts_ids}:
             rows = [i for i, prompt in enumerate(prompts_ids) if len(prompt) == length]
             ids = torch.tensor([prompts_ids[i] for i in rows])
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False)
-            new |= dict(zip(rows, out[:, length:].tolist(), strict=True))
-    return [new[i] for i in range(len(prompts_ids))]
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            new |= dict(zip(rows, out.sequences[:, length:].tolist(), strict=True))
+            best = torch.stack(out.scores).topk(2).values
+            gaps.append(float((best[..., 0] - best[..., 1]).min()))
+    return [new[i] for i in range(len(prompts_ids))], min(gaps)
 
 
 def transformers_logits(path: Path, ids: list[int], dtype: str = "float32") -> torch.Tensor:
