@@ -18,13 +18,19 @@ FOLDERS: Final[dict[str, str]] = {
     "kda": "kda",
     "kda_gate": "kda",
     "kda_update": "kda",
+    "kpool_select": "kpool_indexer",
+    "kpool_update": "kpool_indexer",
+    "latent_attention": "latent_attention",
+    "latent_write": "latent_attention",
     "rejection_sample": "rejection_sampling",
     "rejection_sample_greedy": "rejection_sampling",
     "sigmoid_gating_delta_rule_update": "gated_delta_rule",
     "zero_slots": "state_pool",
 }
 # Operators whose folder has no launch.py yet: vendors bind no kernel to them, and the batched form serves.
-NO_KERNEL: Final = frozenset({"kda", "kda_gate", "kda_update"})
+NO_KERNEL: Final = frozenset(
+    {"kda", "kda_gate", "kda_update", "kpool_select", "kpool_update", "latent_attention", "latent_write"}
+)
 
 
 def eager_form(operator: str) -> str:

@@ -9,6 +9,8 @@ from .gated_delta_rule import (
 )
 from .gated_rms_norm import RMSNormGated, gated_rms_norm, rmsnorm_fn
 from .kda import kda, kda_gate, kda_update
+from .kpool_indexer import kpool_select, kpool_update
+from .latent_attention import latent_attention, latent_write
 from .rejection_sampling import rejection_sample, unusable_positions, verify, verify_greedy
 from .state_pool import copy_slots, zero_slots
 
@@ -25,6 +27,10 @@ __all__ = [
     "kda",
     "kda_gate",
     "kda_update",
+    "kpool_select",
+    "kpool_update",
+    "latent_attention",
+    "latent_write",
     "rejection_sample",
     "rmsnorm_fn",
     "sigmoid_gating_delta_rule_update",

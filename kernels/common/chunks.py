@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +39,7 @@ class ChunkGrid:
         return torch.where(with_outside[self.owner], self.place, self.valid.numel())
 
 
-def rank_counts(num_rows: int, num_tokens: int, chunk: int, lengths: tuple[int, ...] | None) -> tuple[int, ...]:
+def rank_counts(num_rows: int, num_tokens: int, chunk: int, lengths: Sequence[int] | None) -> tuple[int, ...]:
     """Return for each chunk rank how many rows reach it, or a bound on that when the lengths are unknown.
 
     Of T tokens in all, at most T // n rows can be n tokens long.
@@ -49,7 +50,16 @@ def rank_counts(num_rows: int, num_tokens: int, chunk: int, lengths: tuple[int, 
     return tuple(sum(n > start for n in lengths) for start in range(0, longest, chunk))
 
 
-def chunk_grid(cu_seqlens: Tensor, num_tokens: int, chunk: int, lengths: tuple[int, ...] | None) -> ChunkGrid:
+def chunk_size(num_rows: int, num_tokens: int, most: int, lengths: Sequence[int] | None) -> int:
+    """Return C for rows that may all be short, as in a decode or verify step: a power of two, at most `most`.
+
+    Without the lengths it is taken from their mean, so that no chunk of an even batch is longer than its rows need.
+    """
+    longest = -(-num_tokens // max(1, num_rows)) if lengths is None else max(lengths, default=0)
+    return min(most, 1 << max(0, longest - 1).bit_length())
+
+
+def chunk_grid(cu_seqlens: Tensor, num_tokens: int, chunk: int, lengths: Sequence[int] | None) -> ChunkGrid:
     """Lay a packed batch out in chunks.
 
     Args:

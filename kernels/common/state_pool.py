@@ -36,7 +36,7 @@ class FlatPool:
 
 
 def flatten_pool(pool: Tensor) -> FlatPool:
-    """Return the flat form of a plain (4-D) or ring (5-D) pool."""
+    """Return the flat form of a plain (4-D) or ring (5-D) pool, or of a cache [B, E, X] of B blocks of E entries."""
     if pool.dim() == 4:
         return FlatPool(pool, 1, 0, None)
     slots, ring, *inner = pool.shape
