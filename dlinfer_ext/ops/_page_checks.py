@@ -80,13 +80,8 @@ def _check_values(
     for row, (n, history) in enumerate(zip(lengths, history_lens.tolist(), strict=True)):
         require(n >= 0, op, "cu_seqlens", f"falling by {-n} at row {row}", "offsets that do not fall")
         if host_lengths is not None:
-            require(
-                n <= host_lengths[row],
-                op,
-                "host_lengths",
-                f"{host_lengths[row]} at row {row}",
-                f"at least {n}, its tokens",
-            )
+            given = host_lengths[row]
+            require(n <= given, op, "host_lengths", f"{given} at row {row}", f"at least {n}, its tokens")
         if history < 0 or n == 0:
             continue
         require(

@@ -116,10 +116,9 @@ def kpool_select(
         return token_positions(visible.new_zeros(tokens, 0), visible, 0, kpool, width)
 
     pages = -(-pools // entries)
-    grid = chunk_grid(
-        cu_seqlens, tokens, chunk_size(history_lens.shape[0], tokens, QUERIES, host_lengths), host_lengths
-    )
-    chunks, size = grid.valid.shape
+    size = chunk_size(history_lens.shape[0], tokens, QUERIES, host_lengths)
+    grid = chunk_grid(cu_seqlens, tokens, size, host_lengths)
+    chunks = grid.valid.shape[0]
     selected = q.new_full((chunks * size + 1, width), -1, dtype=torch.int32)
     per_chunk = 4 * size * (heads * POOLS + 6 * pages * entries + 4 * width) + 4 * POOLS * dim
     group = max(1, STEP_BYTES // per_chunk)

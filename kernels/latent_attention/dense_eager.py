@@ -58,10 +58,9 @@ def attend_causal(
     (tokens, heads, dim), block_size = q.shape, cache.shape[1]
     at = packed_tokens(cu_seqlens, history_lens, tokens)
     visible = at.visible
-    grid = chunk_grid(
-        cu_seqlens, tokens, chunk_size(history_lens.shape[0], tokens, QUERIES, host_lengths), host_lengths
-    )
-    chunks, size = grid.valid.shape
+    size = chunk_size(history_lens.shape[0], tokens, QUERIES, host_lengths)
+    grid = chunk_grid(cu_seqlens, tokens, size, host_lengths)
+    chunks = grid.valid.shape[0]
     out = q.new_zeros(chunks * size + 1, heads, value_dim)
     step = max(1, KEYS // block_size)
     keys = step * block_size

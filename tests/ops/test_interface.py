@@ -110,6 +110,19 @@ def drafts() -> dict[str, Any]:
     }
 
 
+def paged() -> dict[str, Any]:
+    return {
+        "cu_seqlens": ints(0, 2, 5),
+        "block_offsets": ints([3, 1], [0, 2]),
+        "history_lens": ints(3, 1),
+    }
+
+
+def latents() -> dict[str, Any]:
+    arguments = {"q": torch.randn(5, 2, 6), "cache": torch.randn(4, 4, 6), **paged()}
+    return {**arguments, "value_dim": 4, "scale": 0.5, "max_kv_len": 7, "host_lengths": (2, 3)}
+
+
 SAMPLING = SimpleNamespace(max_top_k=50, top_k=ints(1, 50), random_seeds=ints(1, 2), random_offsets=ints(5, 6))
 DELTA_INPUTS = ("q", "k", "v", "g", "beta", "state")
 GATING_INPUTS = ("q", "k", "v", "a", "b", "neg_exp_A", "dt_bias", "state")
@@ -256,6 +269,53 @@ CALLS: Mapping[str, Call] = {
         ("x", "A_log", "dt_bias"),
     ),
     "gated_rms_norm": Call(ops.gated_rms_norm, "gated_rms_norm", norm, ("x", "weight")),
+    "kpool_update": Call(
+        ops.kpool_update,
+        "kpool_update",
+        lambda: {
+            "k": torch.randn(5, 3),
+            "gate": torch.randn(5, 3),
+            "ape": torch.randn(2, 3),
+            "pool_cache": torch.randn(4, 2, 3),
+            "tail_cache": torch.randn(4, 3, 6),
+            **paged(),
+            "host_lengths": (2, 3),
+        },
+        ("k", "gate", "ape", "pool_cache", "tail_cache", "cu_seqlens", "block_offsets", "history_lens"),
+    ),
+    "kpool_select": Call(
+        ops.kpool_select,
+        "kpool_select",
+        lambda: {
+            "q": torch.randn(5, 2, 3),
+            "weights": torch.randn(5, 2),
+            "pool_cache": torch.randn(4, 2, 3),
+            **paged(),
+            "topk": 2,
+            "kpool": 2,
+            "max_kv_len": 7,
+            "host_lengths": (2, 3),
+        },
+        ("q", "weights", "pool_cache", "cu_seqlens", "block_offsets", "history_lens"),
+    ),
+    "latent_attention": Call(
+        ops.latent_attention,
+        "latent_attention",
+        latents,
+        ("q", "cache", "cu_seqlens", "block_offsets", "history_lens"),
+    ),
+    "latent_attention-selected": Call(
+        ops.latent_attention,
+        "latent_attention",
+        lambda: {**latents(), "indices": ints(*[[0, 1, -1]] * 5).int()},
+        ("q", "cache", "cu_seqlens", "block_offsets", "history_lens"),
+    ),
+    "latent_write": Call(
+        ops.latent_write,
+        "latent_write",
+        lambda: {"c": torch.randn(5, 6), "cache": torch.randn(4, 4, 6), **paged()},
+        ("c", "cache", "cu_seqlens", "block_offsets", "history_lens"),
+    ),
     "rejection_sample-verify-seeds": Call(
         ops.verify,
         "rejection_sample",
@@ -371,7 +431,7 @@ def test_outputs_are_fresh_and_only_state_is_mutated(name: str) -> None:
     for out in outputs(call.function(**arguments)):
         out.zero_()
     changed = {n for n, b in before.items() if not torch.equal(arguments[n], b)}
-    assert changed <= {"conv_state", "state", "pool"}
+    assert changed <= {"conv_state", "state", "pool", "pool_cache", "tail_cache", "cache"}
 
 
 @EACH_TENSOR
@@ -402,7 +462,7 @@ def test_a_wrong_dtype_is_refused(name: str, arg: str) -> None:
         for n, c in CALLS.items()
         for a in c.tensors
         if a not in ("x", "q", "a", "target_logits", "pool")
-        and (n, a) != ("rejection_sample_greedy", "draft_token_ids")
+        and (n, a) not in {("rejection_sample_greedy", "draft_token_ids"), ("kpool_update", "k"), ("latent_write", "c")}
     ],
 )
 def test_a_wrong_device_is_refused(name: str, arg: str) -> None:
@@ -476,6 +536,36 @@ WRONG_VALUES = [
     ("gated_rms_norm", {"group_size": 0}, "group_size"),
     ("gated_rms_norm", {"gate": torch.zeros(2, 4)}, "gate"),
     ("gated_rms_norm", {"weight": torch.zeros(7)}, "weight"),
+    ("kpool_update", {"gate": torch.zeros(4, 3)}, "gate"),
+    ("kpool_update", {"ape": torch.zeros(2, 4)}, "ape"),
+    ("kpool_update", {"ape": torch.zeros(0, 3)}, "ape"),
+    ("kpool_update", {"pool_cache": torch.zeros(4, 0, 3)}, "pool_cache"),
+    ("kpool_update", {"pool_cache": torch.zeros(4, 2, 4)}, "pool_cache"),
+    ("kpool_update", {"tail_cache": torch.zeros(3, 3, 6)}, "tail_cache"),
+    ("kpool_update", {"tail_cache": torch.zeros(4, 3, 3)}, "tail_cache"),
+    ("kpool_update", {"tail_cache": torch.zeros(4, 1, 6)}, "tail_cache"),
+    ("kpool_update", {"cu_seqlens": torch.zeros(0, dtype=torch.int64)}, "cu_seqlens"),
+    ("kpool_update", {"block_offsets": ints([0, 1])}, "block_offsets"),
+    ("kpool_update", {"history_lens": ints(1)}, "history_lens"),
+    ("kpool_update", {"host_lengths": (2,)}, "host_lengths"),
+    ("kpool_update", {"host_lengths": (2, -3)}, "host_lengths"),
+    ("kpool_select", {"weights": torch.zeros(5, 3)}, "weights"),
+    ("kpool_select", {"pool_cache": torch.zeros(4, 2, 4)}, "pool_cache"),
+    ("kpool_select", {"topk": 0}, "topk"),
+    ("kpool_select", {"kpool": 0}, "kpool"),
+    ("kpool_select", {"max_kv_len": -1}, "max_kv_len"),
+    ("kpool_select", {"block_offsets": ints([0, 1])}, "block_offsets"),
+    ("kpool_select", {"host_lengths": (5,)}, "host_lengths"),
+    ("latent_attention", {"cache": torch.zeros(4, 4, 5)}, "cache"),
+    ("latent_attention", {"value_dim": 0}, "value_dim"),
+    ("latent_attention", {"value_dim": 7}, "value_dim"),
+    ("latent_attention", {"max_kv_len": -1}, "max_kv_len"),
+    ("latent_attention", {"history_lens": ints(1, 2, 3)}, "history_lens"),
+    ("latent_attention", {"host_lengths": (5,)}, "host_lengths"),
+    ("latent_attention-selected", {"indices": torch.zeros(4, 3, dtype=torch.int32)}, "indices"),
+    ("latent_write", {"cache": torch.zeros(4, 0, 6)}, "cache"),
+    ("latent_write", {"cache": torch.zeros(4, 4, 5)}, "cache"),
+    ("latent_write", {"block_offsets": ints([0, 1])}, "block_offsets"),
     ("rejection_sample-verify-seeds", {"vocab_size": 0}, "vocab_size"),
     ("rejection_sample-verify-seeds", {"vocab_size": 8}, "vocab_size"),
     ("rejection_sample-verify-seeds", {"offsets": None}, "offsets"),
