@@ -10,11 +10,15 @@ FOLDERS: Final[dict[str, str]] = {
     "causal_conv1d": "causal_conv1d",
     "causal_conv1d_columns": "causal_conv1d",
     "causal_conv1d_update": "causal_conv1d",
+    "clamped_moe": "clamped_moe",
+    "clamped_silu_and_mul": "clamped_moe",
     "copy_slots": "state_pool",
     "gated_delta_gate": "gated_delta_rule",
     "gated_delta_rule": "gated_delta_rule",
     "gated_delta_rule_update": "gated_delta_rule",
     "gated_rms_norm": "gated_rms_norm",
+    "hyper_connection_post": "hyper_connection",
+    "hyper_connection_pre": "hyper_connection",
     "kda": "kda",
     "kda_gate": "kda",
     "kda_update": "kda",
@@ -29,7 +33,19 @@ FOLDERS: Final[dict[str, str]] = {
 }
 # Operators whose folder has no launch.py yet: vendors bind no kernel to them, and the batched form serves.
 NO_KERNEL: Final = frozenset(
-    {"kda", "kda_gate", "kda_update", "kpool_select", "kpool_update", "latent_attention", "latent_write"}
+    {
+        "clamped_moe",
+        "clamped_silu_and_mul",
+        "hyper_connection_post",
+        "hyper_connection_pre",
+        "kda",
+        "kda_gate",
+        "kda_update",
+        "kpool_select",
+        "kpool_update",
+        "latent_attention",
+        "latent_write",
+    }
 )
 
 

@@ -97,6 +97,39 @@ def gating(*lead: int) -> dict[str, Any]:
     return arguments
 
 
+def streams() -> dict[str, Any]:
+    return {
+        "streams": torch.randn(3, 2, 8),
+        "fn": torch.randn(8, 16),
+        "scale": torch.randn(3),
+        "base": torch.randn(8),
+        "norm_eps": 1e-5,
+        "eps": 1e-6,
+        "sinkhorn_iters": 3,
+    }
+
+
+def written() -> dict[str, Any]:
+    return {
+        "x": torch.randn(3, 8),
+        "streams": torch.randn(3, 2, 8),
+        "post": torch.rand(3, 2),
+        "comb": torch.rand(3, 2, 2),
+    }
+
+
+def experts() -> dict[str, Any]:
+    return {
+        "x": torch.randn(3, 8),
+        "gate_up": torch.randn(4, 24, 8),
+        "down": torch.randn(4, 8, 12),
+        "topk_weights": torch.rand(3, 2),
+        "topk_ids": ints([2, 3], [1, 5], [0, 4]),
+        "limit": 1.0,
+        "first_expert": 2,
+    }
+
+
 def norm() -> dict[str, Any]:
     return {"x": torch.randn(2, 8), "gate": torch.randn(2, 8), "weight": torch.randn(8), "bias": torch.randn(8)}
 
@@ -268,6 +301,16 @@ CALLS: Mapping[str, Call] = {
         },
         ("x", "A_log", "dt_bias"),
     ),
+    "hyper_connection_pre": Call(
+        ops.hyper_connection_pre, "hyper_connection_pre", streams, ("streams", "fn", "scale", "base")
+    ),
+    "hyper_connection_post": Call(
+        ops.hyper_connection_post, "hyper_connection_post", written, ("x", "streams", "post", "comb")
+    ),
+    "clamped_silu_and_mul": Call(
+        ops.clamped_silu_and_mul, "clamped_silu_and_mul", lambda: {"x": torch.randn(5, 4), "limit": 1.0}, ("x",)
+    ),
+    "clamped_moe": Call(ops.clamped_moe, "clamped_moe", experts, ("x", "gate_up", "down", "topk_weights", "topk_ids")),
     "gated_rms_norm": Call(ops.gated_rms_norm, "gated_rms_norm", norm, ("x", "weight")),
     "kpool_update": Call(
         ops.kpool_update,
@@ -462,6 +505,7 @@ def test_a_wrong_dtype_is_refused(name: str, arg: str) -> None:
         for n, c in CALLS.items()
         for a in c.tensors
         if a not in ("x", "q", "a", "target_logits", "pool")
+        and (n, a) != ("hyper_connection_pre", "streams")
         and (n, a) not in {("rejection_sample_greedy", "draft_token_ids"), ("kpool_update", "k"), ("latent_write", "c")}
     ],
 )
@@ -531,6 +575,29 @@ WRONG_VALUES = [
     ("kda_gate", {"lower_bound": 0.0}, "lower_bound"),
     ("kda_gate", {"lower_bound": -5.5}, "lower_bound"),
     ("kda_gate", {"lower_bound": float("nan")}, "lower_bound"),
+    ("hyper_connection_pre", {"fn": torch.zeros(8, 8)}, "fn"),
+    ("hyper_connection_pre", {"scale": torch.zeros(2)}, "scale"),
+    ("hyper_connection_pre", {"base": torch.zeros(4)}, "base"),
+    ("hyper_connection_pre", {"streams": torch.zeros(3, 0, 8)}, "streams"),
+    ("hyper_connection_pre", {"norm_eps": 0.0}, "norm_eps"),
+    ("hyper_connection_pre", {"norm_eps": float("nan")}, "norm_eps"),
+    ("hyper_connection_pre", {"eps": -1e-6}, "eps"),
+    ("hyper_connection_pre", {"sinkhorn_iters": 0}, "sinkhorn_iters"),
+    ("hyper_connection_post", {"x": torch.zeros(3, 16)}, "x"),
+    ("hyper_connection_post", {"post": torch.zeros(3, 3)}, "post"),
+    ("hyper_connection_post", {"comb": torch.zeros(3, 4)}, "comb"),
+    ("clamped_silu_and_mul", {"x": torch.zeros(2, 5)}, "x"),
+    ("clamped_silu_and_mul", {"limit": 0.0}, "limit"),
+    ("clamped_silu_and_mul", {"limit": float("nan")}, "limit"),
+    ("clamped_moe", {"x": torch.zeros(3, 7)}, "gate_up"),
+    ("clamped_moe", {"gate_up": torch.zeros(4, 23, 8)}, "gate_up"),
+    ("clamped_moe", {"gate_up": torch.zeros(0, 24, 8)}, "gate_up"),
+    ("clamped_moe", {"down": torch.zeros(4, 8, 24)}, "down"),
+    ("clamped_moe", {"down": torch.zeros(3, 8, 12)}, "down"),
+    ("clamped_moe", {"topk_weights": torch.zeros(3, 1)}, "topk_weights"),
+    ("clamped_moe", {"topk_ids": ints([0], [1])}, "topk_ids"),
+    ("clamped_moe", {"limit": -1.0}, "limit"),
+    ("clamped_moe", {"first_expert": -1}, "first_expert"),
     ("gated_rms_norm", {"activation": "gelu"}, "activation"),
     ("gated_rms_norm", {"group_size": 3}, "group_size"),
     ("gated_rms_norm", {"group_size": 0}, "group_size"),
