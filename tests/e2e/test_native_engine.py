@@ -35,8 +35,8 @@ STATE_LIMIT = 2e-6
 KERNELS = {
     "causal_conv1d": {"causal_conv1d_kernel"},
     "gated_delta_gate": {"gate_kernel"},
-    "gated_delta_rule": {"gdr_scan_kernel", "gdr_dot_kernel"},
-    "gated_delta_rule_update": {"update_kernel"},
+    "gated_delta_rule": {"delta_scan_kernel", "gdr_dot_kernel"},
+    "gated_delta_rule_update": {"delta_update_kernel"},
     "gated_rms_norm": {"gated_rms_norm_kernel", "gated_rms_norm_wide_kernel"},
 }
 

@@ -218,7 +218,7 @@ def main() -> int:
     interpreter.activate()
     from triton.runtime import interpreter as stock
 
-    from dlinfer_ext.kernels.gated_delta_rule import recurrent_kernel
+    from dlinfer_ext.kernels.gated_delta_rule import gate_kernel
     from dlinfer_ext.toolchain import interpreter_mends as mends
 
     from . import small_kernel as k
@@ -243,7 +243,7 @@ def main() -> int:
         "Python's loop counter": [mock.patch.object(k, "_kernel_counter", range)],
         "no look at addresses": [mock.patch.object(mends.Memory, "check")],
         "a slot's size for its stride": [mock.patch.object(k, "read_slots", k.read_slots_as_if_dense)],
-        "a sigmoid left out of a real kernel": [mock.patch.object(recurrent_kernel, "sigmoid", k.linear)],
+        "a sigmoid left out of a real kernel": [mock.patch.object(gate_kernel, "sigmoid", k.linear)],
     }
     report = {}
     for name, patches in planted.items():

@@ -1,91 +1,14 @@
-"""Gated delta rule of a decode or verify step, and its gates, as Triton kernels for Ascend.
+"""Device code of the delta rules of a decode or verify step.
 
-A task of the update is one row, one value head and one block of value channels: its part of the state is read once,
-stays in the unified buffer while the tokens pass, and is written where the form asks for it. The recurrence of one
-channel does not look at another, so that tasks share nothing but q and k.
+A task is one row, one value head and one block of value channels: its part of the state is read once, stays in the
+unified buffer while the tokens pass, and is written where the form asks for it. The recurrence of one channel does not
+look at another, so that tasks share nothing but q and k.
 """
 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def log1p_of_exp(x):
-    """log(1 + exp(x)) as max(x, 0) + log1p(exp(-|x|)), with a relative error of a few roundings for any x.
-
-    log1p(e) = 2 atanh(e / (2 + e)); the argument is at most 1/3, where eight terms of the series are enough for fp32.
-    So neither the sum 1 + e nor the error of a device's log spoils a tiny e.
-    """
-    e = tl.exp(tl.where(x > 0.0, -x, x))
-    z = e / (2.0 + e)
-    y = z * z
-    series = 1.0 / 13.0 + y * (1.0 / 15.0)
-    series = 1.0 / 11.0 + y * series
-    series = 1.0 / 9.0 + y * series
-    series = 1.0 / 7.0 + y * series
-    series = 1.0 / 5.0 + y * series
-    series = 1.0 / 3.0 + y * series
-    return tl.where(x > 0.0, x, 0.0) + 2.0 * (z + z * (y * series))
-
-
-@triton.jit
-def log_decay(a, dt_bias, neg_exp_A, softplus_beta, inverse_beta, softplus_threshold):
-    """neg_exp_A · softplus(a + dt_bias), on fp32 scalars or tiles."""
-    x = a + dt_bias
-    bx = x * softplus_beta
-    return neg_exp_A * tl.where(bx > softplus_threshold, x, log1p_of_exp(bx) * inverse_beta)
-
-
-@triton.jit
-def sigmoid(x):
-    """1 / (1 + exp(-x)) without overflow; its smallest values are exact."""
-    e = tl.exp(tl.where(x > 0.0, -x, x))
-    return tl.where(x > 0.0, 1.0, e) / (1.0 + e)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "a_ptr", "b_ptr", "rate_ptr", "dt_ptr", "g_ptr", "beta_ptr", "tokens", "a_token", "b_token", "softplus_beta",
-        "inverse_beta", "softplus_threshold",
-    ]
-)  # fmt: skip
-def gate_kernel(
-    a_ptr,
-    b_ptr,
-    rate_ptr,
-    dt_ptr,
-    g_ptr,
-    beta_ptr,
-    tokens,
-    a_token,
-    b_token,
-    softplus_beta,
-    inverse_beta,
-    softplus_threshold,
-    HEADS: tl.constexpr,
-    A_HEAD: tl.constexpr,
-    B_HEAD: tl.constexpr,
-    RATE_HEAD: tl.constexpr,
-    DT_HEAD: tl.constexpr,
-    BT: tl.constexpr,
-    BH: tl.constexpr,
-):
-    """a, b [T, HV] by strides -> g, beta [T, HV] fp32, contiguous. A task is BT tokens."""
-    head = tl.arange(0, BH)
-    rate = tl.load(rate_ptr + head * RATE_HEAD, mask=head < HEADS, other=0.0).to(tl.float32)
-    dt_bias = tl.load(dt_ptr + head * DT_HEAD, mask=head < HEADS, other=0.0).to(tl.float32)
-    for task in range(tl.program_id(0), tl.cdiv(tokens, BT), tl.num_programs(0)):
-        first = (task * BT).to(tl.int64)
-        step = tl.arange(0, BT)
-        mask = (step < tokens - task * BT)[:, None] & (head < HEADS)[None, :]
-        out = first * HEADS + step[:, None] * HEADS + head[None, :]
-        a = tl.load(a_ptr + first * a_token + step[:, None] * a_token + head[None, :] * A_HEAD, mask=mask, other=0.0)
-        decay = log_decay(
-            a.to(tl.float32), dt_bias[None, :], rate[None, :], softplus_beta, inverse_beta, softplus_threshold
-        )
-        tl.store(g_ptr + out, decay, mask=mask)
-        b = tl.load(b_ptr + first * b_token + step[:, None] * b_token + head[None, :] * B_HEAD, mask=mask, other=0.0)
-        tl.store(beta_ptr + out, sigmoid(b.to(tl.float32)), mask=mask)
+from .delta_gate_kernel import log_decay, sigmoid
 
 
 @triton.jit(
@@ -100,7 +23,7 @@ def gate_kernel(
         "slots_row", "slots_column", "history_row", "accepted_row", "cu_row",
     ]
 )  # fmt: skip
-def update_kernel(
+def delta_update_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -167,13 +90,16 @@ def update_kernel(
     HAS_ACCEPTED: tl.constexpr,
     GATED: tl.constexpr,
     NORMALISE: tl.constexpr,
+    G_INNER: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
     """One row, head and block of value channels a task.
 
     FORM 0: a state a slot, written after the last token; 1: a ring, entry (history + t + 1) mod R after token t; 2: a
     table of slots, column t after token t. `limit`: tokens of a row at most (R, W); `entries`: R or W. Packed: `tokens`
     is T, and a task row past the last writes the zeros of the tokens past cu_seqlens[-1]. Dense: `tokens` is Q.
-    GATED: `g_ptr` and `beta_ptr` hold a and b. The state tile is [BV, BK] if V_OUTER, else [BK, BV]: as in memory.
+    GATED: `g_ptr` and `beta_ptr` hold a and b. CHANNELS: a decay for each key, g [.., HV, K], and not GATED. The state
+    tile is [BV, BK] if V_OUTER, else [BK, BV]: as in memory.
     """
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     ks = tl.arange(0, BK)
@@ -271,7 +197,13 @@ def update_kernel(
                     v = tl.load(pv + at * v_token + vs * V_INNER, mask=vs < V, other=0.0).to(tl.float32)
                 else:
                     v = tl.load(pv + at * v_token + vs * V_INNER).to(tl.float32)
-                g = tl.load(pg + at * g_token).to(tl.float32)
+                if not CHANNELS:
+                    g = tl.load(pg + at * g_token).to(tl.float32)
+                elif BK != K:
+                    # Lanes past K decay nothing: a NaN there would reach every sum over the keys.
+                    g = tl.load(pg + at * g_token + ks * G_INNER, mask=ks < K, other=0.0).to(tl.float32)
+                else:
+                    g = tl.load(pg + at * g_token + ks * G_INNER).to(tl.float32)
                 b = tl.load(pb + at * beta_token).to(tl.float32)
                 if GATED:
                     g = log_decay(g, dt_bias, rate, softplus_beta, inverse_beta, softplus_threshold)
@@ -281,7 +213,10 @@ def update_kernel(
                     q = q / tl.sqrt(tl.sum(q * q, 0) + 1e-6)
                     k = k / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
                 q = q * scale
-                s = s * tl.exp(g)
+                decay = tl.exp(g)
+                if CHANNELS:
+                    decay = tl.expand_dims(decay, 0 if V_OUTER else 1)
+                s = s * decay
                 if V_OUTER:
                     u = (v - tl.sum(s * k[None, :], 1)) * b
                     s = s + u[:, None] * k[None, :]
