@@ -323,6 +323,73 @@ SEAMS: Final = (
         _names("self"),
         "called for a preempted sequence",
     ),
+    *(
+        Seam("H15", module, name, _names(parameters), why)
+        for module, name, parameters, why in (
+            (
+                "lmdeploy.pytorch.configurations.builder",
+                "AutoModelConfigBuilder.build",
+                "cls hf_config model_path **kwargs",
+                "our config builder registers itself with it",
+            ),
+            (
+                "lmdeploy.pytorch.config",
+                "_update_torch_dtype",
+                "config dtype device_type",
+                "wrapped: the convolution's window follows the dtype",
+            ),
+            ("lmdeploy.pytorch.config", "StateCacheSpec", "name shape dtype layer_ids", "our state caches"),
+            (
+                "lmdeploy.pytorch.config",
+                "ModelConfig",
+                "hidden_size num_layers num_attention_heads num_key_value_heads head_dim k_head_dim v_head_dim "
+                "vocab_size llm_config model_paradigm states_shapes state_cache_specs update_cache_config_func",
+                "built by our config builder",
+            ),
+            (
+                "lmdeploy.pytorch.engine.cache_engine.schema",
+                "BlockCacheRequest",
+                "name shape dtype",
+                "the indexer's caches",
+            ),
+            (
+                "lmdeploy.pytorch.engine.cache_engine.schema",
+                "BlockCacheBinding",
+                "cache_name consumer_row",
+                "which row of a cache is a layer's",
+            ),
+            (
+                "lmdeploy.pytorch.engine.cache_engine.collector",
+                "collect_block_cache_requests",
+                "model context",
+                "asks modules by the names of two methods",
+            ),
+            (
+                "lmdeploy.pytorch.spec_decode.proposers.deepseek_mtp",
+                "DeepseekMTP.get_outputs",
+                "self model_outputs model_inputs extra_inputs guided_processors",
+                "lends the embedding, compacts the choice of tokens, norms once",
+            ),
+            (
+                "lmdeploy.pytorch.weight_loader.model_weight_loader",
+                "load_model_weights",
+                "model checkpoint_path prefix device",
+                "calls load_weights for each file and a method of the model after the last",
+            ),
+            (
+                f"{BACKENDS}.attention",
+                "AttentionMetadata",
+                "is_decoding block_offsets q_seqlens kv_seqlens",
+                "the rows of a step",
+            ),
+            (
+                f"{BACKENDS}.dlinfer.attention",
+                "DlinferAttentionMetadata",
+                "cu_seqlens_q_cpu is_multi_token_decoding max_kv_seq_len",
+                "the rows of a step",
+            ),
+        )
+    ),
     Seam(
         "H14",
         f"{ASCEND}.op_backend",

@@ -15,6 +15,7 @@ from wrapt.importer import when_imported
 
 from ... import envs
 from . import contract, pools, processes, scheduling
+from .models.glm5_next import register as glm5_next
 
 logger = logging.getLogger("dlinfer_ext")
 
@@ -192,6 +193,30 @@ PATCHES: Final = (
         _cpu("patch_dtype"),
         "exact comparison needs fp32",
         "LMDeploy allows dtype='float32'",
+    ),
+    Patch(
+        "H15",
+        "lmdeploy.pytorch.models.module_map",
+        _BOTH,
+        glm5_next.register_architectures,
+        "Can not found rewrite for architectures: ['Glm5NextForConditionalGeneration']",
+        "LMDeploy has the model for this backend (its PR 4968 is for CUDA)",
+    ),
+    Patch(
+        "H15",
+        "lmdeploy.pytorch.configurations",
+        _BOTH,
+        glm5_next.register_builder,
+        "the model's layers and caches are taken for those of a plain transformer",
+        "as above",
+    ),
+    Patch(
+        "H15",
+        "lmdeploy.pytorch.config",  # after H8, which sets the dtype that this one follows
+        _BOTH,
+        glm5_next.follow_dtype,
+        "the convolution's window has another dtype than what is written to it",
+        "state caches can say that they follow the activations",
     ),
     Patch(
         "H6",

@@ -1,0 +1,1 @@
+"""Models that LMDeploy does not have, one folder each."""
