@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
+from ..drafts import draft_method
+
 OUTPUT_SHOWN: Final = 6000
 
 
@@ -49,7 +51,7 @@ def command(checkpoint: Path, model: str, port: int, drafts: int, extra: tuple[s
     # The checkpoint is of Qwen3.5's vision-language form, but holds no trained vision part.
     line += ["--max-batch-size", "8", "--cache-max-entry-count", "0.2", "--language-model-only"]
     if drafts:
-        line += ["--speculative-algorithm", "qwen3_5_mtp", "--speculative-num-draft-tokens", str(drafts)]
+        line += ["--speculative-algorithm", draft_method(checkpoint), "--speculative-num-draft-tokens", str(drafts)]
     return [*line, *extra]
 
 

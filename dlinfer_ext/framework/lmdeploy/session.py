@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import envs
+from ...drafts import draft_method
 
 
 def _config(request: dict[str, Any], top_logits: int) -> Any:
@@ -165,7 +166,9 @@ def run_one(run: dict[str, Any], records: Path) -> dict[str, Any]:
         engine["logprobs_mode"] = "raw_logits"
     more: dict[str, Any] = {}
     if run["drafts"]:
-        more["speculative_config"] = SpeculativeConfig(method="qwen3_5_mtp", num_speculative_tokens=run["drafts"])
+        more["speculative_config"] = SpeculativeConfig(
+            method=draft_method(Path(run["model"])), num_speculative_tokens=run["drafts"]
+        )
     pipe = pipeline(run["model"], backend_config=PytorchEngineConfig(**engine), log_level="ERROR", **more)
     outputs: list[dict[str, Any]] = []
     ends: list[dict[str, Any]] = []
