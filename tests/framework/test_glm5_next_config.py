@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from lmdeploy.pytorch import config as host_config
 from lmdeploy.pytorch.config import DistConfig, ModelConfig
 
-from dlinfer_ext.framework.lmdeploy.models.glm5_next import ARCHITECTURE, DRAFT_ARCHITECTURE, METHOD, config
+from dlinfer_ext.framework.lmdeploy.models.glm5_next import ARCHITECTURE, DRAFT_ARCHITECTURE, METHOD, config, register
 
 # As released; see docs/en/hosts.md for where the values come from.
 RELEASED = {"index_kpool": 4, "num_nextn_predict_layers": 1, "index_share_for_mtp_iteration": True}
@@ -154,7 +155,9 @@ def test_blocks_hold_whole_pools() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_window_has_the_dtype_of_the_activations(dtype: str) -> None:
+def test_the_window_has_the_dtype_of_the_activations(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_config, "_update_torch_dtype", host_config._update_torch_dtype)
+    register.follow_dtype(host_config)
     hf_config = outer(dtype="bfloat16", architectures=[ARCHITECTURE])
     built = ModelConfig.from_hf_config(hf_config, dtype=dtype, dist_config=DistConfig(), device_type="ascend")
     assert built.dtype == getattr(torch, dtype)
