@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-from ..drafts import draft_method
+from ..framework.lmdeploy.drafts import draft_method
 
 OUTPUT_SHOWN: Final = 6000
 

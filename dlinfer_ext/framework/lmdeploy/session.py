@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import envs
-from ...drafts import draft_method
+from .drafts import draft_method
 
 
 def _config(request: dict[str, Any], top_logits: int) -> Any:
