@@ -65,6 +65,14 @@ def gather_pages(cache: Tensor, block_offsets: Tensor, rows: Tensor, pages: rang
     return held.view(rows.shape[0], len(pages) * cache.shape[1], cache.shape[2]).float()
 
 
+def clear_absent(held: Tensor, absent: Tensor) -> Tensor:
+    """Set the entries that are not there (bool [G, S]) of gathered ones [G, S, X] to zero, in place.
+
+    They may be NaN or inf, and a probability of zero times that is NaN.
+    """
+    return held.masked_fill_(absent[..., None], 0.0)
+
+
 def write_entries(cache: FlatPool, places: Tensor, values: Tensor, writes: Tensor) -> None:
     """Store values, rounded once, at flat places of a cache.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..common.chunks import chunk_grid, chunk_size
-from ..common.pages import STEP_BYTES, gather_pages, packed_tokens
+from ..common.pages import STEP_BYTES, clear_absent, gather_pages, packed_tokens
 
 # Most queries of a chunk, and tokens of the context in a step.
 QUERIES, KEYS = 16, 256
@@ -76,8 +76,7 @@ def attend_causal(
         for page in range(0, -(-bound // block_size), step):
             position = torch.arange(page * block_size, (page + step) * block_size, device=q.device)
             held = gather_pages(cache, block_offsets, rows, range(page, page + step))
-            # What lies past the context may be NaN, and zero times NaN is NaN.
-            held.masked_fill_((position >= end[:, None])[..., None], 0.0)
+            clear_absent(held, position >= end[:, None])
             scores = torch.bmm(query, held.transpose(1, 2))
             hidden = position >= seen[..., None]
             scores.view(-1, size, heads, keys).masked_fill_(hidden[:, :, None], -torch.inf)

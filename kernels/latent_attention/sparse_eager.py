@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..common.pages import STEP_BYTES, PackedTokens, block_at
+from ..common.pages import STEP_BYTES, PackedTokens, block_at, clear_absent
 from ..common.state_pool import flatten_pool
 
 
@@ -29,8 +29,7 @@ def attend_selected(
         block = block_at(block_offsets, at.owner[part, None], position // block_size, blocks)
         places = flat.at(block, position % block_size)
         held = flat.view.index_select(0, places.flatten()).view(-1, width, dim).float()
-        # What lies there may be NaN, and zero times NaN is NaN.
-        held.masked_fill_(absent[..., None], 0.0)
+        clear_absent(held, absent)
         scores = torch.bmm(q[part].float() * scale, held.transpose(1, 2))
         weight = scores.masked_fill_(absent[:, None], -torch.inf).softmax(-1)
         # A query without any token has no softmax.
