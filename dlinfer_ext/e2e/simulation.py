@@ -1,14 +1,15 @@
-"""Greedy speculative decoding with Qwen3.5's draft head in plain PyTorch: which drafts a right engine accepts, exactly.
+"""Greedy speculative decoding with the draft head in plain PyTorch: which drafts a right engine accepts, exactly.
 
-The trunk's hidden states are transformers', the head is its modules, and nothing here knows an engine, a paged cache or
-our operators. An engine whose recycled position, norm or cache is a little off gives the right tokens all the same,
-since every draft is verified; its counts of accepted drafts differ from these.
+The trunk's hidden states are transformers', the head is its modules (Qwen3.5's here, GLM-5.3-Flash's in glm_head.py),
+and nothing here knows an engine, a paged cache or our operators. An engine whose recycled position, norm or cache is a
+little off gives the right tokens all the same, since every draft is verified; its counts of accepted drafts differ
+from these.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +18,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-PREFIX: Final = "mtp."
+from .glm_head import GlmMtpHead
+
+GLM: Final = "glm5_next"
 CONTEXT: Final = 4  # tokens
 Chain = Sequence[tuple[int, int]]  # (base position, accepted drafts) of every verification of one request
 
@@ -48,6 +51,15 @@ class MtpHead(nn.Module):
             self.layers[0].load_state_dict(layer.state_dict())
             self.norm.load_state_dict(trunk.norm.state_dict())
             self.fc.weight.copy_(torch.eye(hidden).repeat(1, 2) / 2 + torch.randn(hidden, 2 * hidden) / 100)
+
+    @staticmethod
+    def prefix(model: Any) -> str:
+        """Return what a checkpoint's names of the head begin with."""
+        return "mtp."
+
+    def load_released(self, weights: Mapping[str, Tensor]) -> None:
+        """Take the weights of a checkpoint, named as below `prefix`."""
+        self.load_state_dict(weights)
 
     def forward(
         self, model: Any, tokens: Tensor, state: Tensor, position: int, mask: Tensor | None, cache: Any
@@ -102,32 +114,37 @@ class MtpHead(nn.Module):
         return outputs
 
 
-def load_head(model: Any, checkpoint: Path) -> MtpHead:
+def load_head(model: Any, checkpoint: Path) -> Any:
     """Return the draft head of a checkpoint, which transformers leaves out.
 
     Args:
-        model: the trunk, from the same checkpoint.
+        model: the trunk, from the same checkpoint; its type says which head it is.
         checkpoint: folder with model.safetensors, or with several files and their index.
+
+    Returns:
+        `MtpHead`, or `GlmMtpHead` for GLM-5.3-Flash.
 
     Raises:
         KeyError: the checkpoint has no draft head.
-        RuntimeError: its weights are not the head's (PyTorch names the ones that are missing or too many).
+        RuntimeError: its weights are not the head's; the ones that are missing or too many are named.
     """
+    kind = GlmMtpHead if model.config.model_type == GLM else MtpHead
+    prefix = kind.prefix(model)
     index, single = checkpoint / "model.safetensors.index.json", checkpoint / "model.safetensors"
     files = {single}
     if index.exists():
         placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {checkpoint / file for name, file in placed.items() if name.startswith(PREFIX)}
+        files = {checkpoint / file for name, file in placed.items() if name.startswith(prefix)}
     weights: dict[str, Tensor] = {}
     for file in sorted(files):
         with safe_open(file, "pt") as tensors:
-            names = [name for name in tensors.keys() if name.startswith(PREFIX)]  # noqa: SIM118
-            weights |= {name.removeprefix(PREFIX): tensors.get_tensor(name) for name in names}
+            names = [name for name in tensors.keys() if name.startswith(prefix)]  # noqa: SIM118
+            weights |= {name.removeprefix(prefix): tensors.get_tensor(name) for name in names}
     if not weights:
-        raise KeyError(f"{checkpoint} has no weights named {PREFIX}*")
+        raise KeyError(f"{checkpoint} has no weights named {prefix}*")
     with torch.random.fork_rng(devices=[]):  # the values that a new head starts from are replaced
-        head = MtpHead(model)
-    head.load_state_dict(weights)
+        head = kind(model)
+    head.load_released(weights)
     return head.to(next(model.parameters()).dtype).eval().requires_grad_(False)
 
 
@@ -218,7 +235,7 @@ def hidden_states(model: Any, tokens: Tensor) -> Tensor:
     return states
 
 
-def accepted_drafts(model: Any, head: MtpHead, tokens: Tensor, hidden: Tensor, drafts: int) -> Tensor:
+def accepted_drafts(model: Any, head: MtpHead | GlmMtpHead, tokens: Tensor, hidden: Tensor, drafts: int) -> Tensor:
     """Return how many drafts would be accepted at every base position.
 
     Args:
@@ -259,7 +276,7 @@ def walk(accepted: Sequence[int], prompt: int, new_tokens: int, extra: int) -> l
 
 def simulate(
     model: Any,
-    head: MtpHead,
+    head: MtpHead | GlmMtpHead,
     prompts: Sequence[Sequence[int]],
     greedy: Sequence[Sequence[int]],
     drafts: int,
@@ -278,7 +295,7 @@ def simulate(
     first request ends, every request has one.
 
     Args:
-        model: transformers' Qwen3.5, which has the draft head's embedding and output projection.
+        model: transformers' model, which has the draft head's embedding and output projection.
         head: `load_head` of the same checkpoint.
         prompts: token ids by request; lengths may differ.
         greedy: the trunk's greedy continuations, each at least `greedy_needed(new_tokens, drafts)` long.

@@ -10,10 +10,12 @@ fp32 only: near ties make the bf16 greedy text of two correct engines differ.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -323,6 +325,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    """What the training scripts share; they run as modules, from the root of the repository."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT)
+        yield importlib.import_module("examples.tiny_training")
 
 
 @contextlib.contextmanager

@@ -3,7 +3,8 @@
 Every weight is drawn: transformers' own start leaves the pool positions, the biases and the hyper-connections without
 effect. The clamp of SwiGLU is small enough to bite, 32 index heads keep the scores of pools from tying at zero, and a
 short ``index_topk`` makes the selection leave tokens out within a hundred. As in the other writers the output
-projection is a permuted embedding, which is what the draft layer says. Compare tokens in fp32 only.
+projection is a permuted embedding, which is what the draft layer says: about half of the drafts are accepted at the
+first position and one in twelve at the fourth. Compare tokens in fp32 only.
 """
 
 from __future__ import annotations
@@ -233,7 +234,7 @@ def random_glm5_next(
     legacy_linear: bool = False,
     dtype: str = "float32",
     seed: int = 0,
-    residual: float = 0.5,
+    residual: float = 0.7,
 ) -> Path:
     """Write a random GLM-5.3-Flash to ``path``: hidden size 64, eight layers, every fourth with sparse attention.
 

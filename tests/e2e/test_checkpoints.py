@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import sysconfig
 import unicodedata
@@ -21,18 +20,18 @@ from dlinfer_ext.e2e.simulation import accepted_drafts, hidden_states, load_head
 
 from .checkpoints import (
     HELD_OUT,
-    ROOT,
     TRAINED,
     checkpoint,
     load_transformers,
     random_qwen3_5,
     random_qwen3_5_moe,
     random_qwen3_next,
+    script,
     transformers_greedy,
     transformers_logits,
 )
 
-__all__ = ["checkpoint"]
+__all__ = ["checkpoint", "script"]
 
 RANDOM: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "qwen3_5": (random_qwen3_5, {}),
@@ -66,16 +65,6 @@ def training() -> dict[str, Any]:
 def held_out() -> dict[str, Any]:
     data: dict[str, Any] = json.loads(HELD_OUT.read_text())
     return data
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_tiny_qwen3_5", ROOT / "examples" / "train_tiny_qwen3_5.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # --------------------------------------------------------------------------------------------------------- tokenizers

@@ -53,7 +53,8 @@ def continuations() -> list[list[int]]:
 
 @cache
 def head() -> MtpHead:
-    return load_head(trunk(), TRAINED)
+    loaded: MtpHead = load_head(trunk(), TRAINED)
+    return loaded
 
 
 @cache

@@ -1,0 +1,241 @@
+"""GLM-5.3-Flash's simulated draft layer against its definition, written out from a checkpoint's own tensors."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from dlinfer_ext.e2e.glm_head import GlmMtpHead
+from dlinfer_ext.e2e.simulation import accepted_drafts, greedy_needed, hidden_states, load_head, simulate
+
+from .checkpoints import checkpoint, load_transformers, transformers_greedy
+from .glm_checkpoints import LAYERS, random_glm5_next
+
+__all__ = ["checkpoint"]
+
+PREFIX = f"model.language_model.layers.{LAYERS}."
+PROMPTS = [list(b"%d: for x in range(%d):" % (i, i))[:20] for i in range(12, 20)]
+DRAFTS, NEW = 4, 64
+
+
+@cache
+def trunk(path: Path) -> Any:
+    return load_transformers(path).requires_grad_(False)
+
+
+@cache
+def head(path: Path) -> GlmMtpHead:
+    loaded: GlmMtpHead = load_head(trunk(path), path)
+    return loaded
+
+
+@cache
+def continuations(path: Path) -> list[list[int]]:
+    return transformers_greedy(path, PROMPTS, greedy_needed(NEW, DRAFTS))
+
+
+# ------------------------------------------------------------------------------------------------------ the definition
+
+
+class WrittenOut:
+    """The layer for one sequence in fp64: every norm, product and sum from the checkpoint's tensors by name."""
+
+    def __init__(self, path: Path) -> None:
+        tensors = load_file(path / "model.safetensors")
+        self.w: dict[str, Tensor] = {
+            name.removeprefix(PREFIX): t.double() for name, t in tensors.items() if name.startswith(PREFIX)
+        }
+        self.embedding: Tensor = tensors["model.language_model.embed_tokens.weight"].double()
+        self.c = json.loads((path / "config.json").read_text())["text_config"]
+        self.latents: list[Tensor] = []
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        mean: Tensor = x.square().mean(-1, keepdim=True) + self.c["rms_norm_eps"]
+        return x / mean.sqrt() * self.w[f"{name}.weight"]
+
+    def mix(self, token: int, state: Tensor) -> Tensor:
+        """The layer's input for a position: the token after it and the hidden state of it."""
+        both = torch.cat([self.norm(self.embedding[token], "enorm"), self.norm(state.double(), "hnorm")])
+        return self.w["eh_proj.weight"] @ both
+
+    def choose(self, inputs: list[Tensor]) -> list[int]:
+        """Positions that the last of the inputs sees: the best pools, then the open one."""
+        pool, heads, dim = self.c["index_kpool"], self.c["index_n_heads"], self.c["index_head_dim"]
+        x = self.norm(torch.stack(inputs), "input_layernorm")
+        ix = "self_attn.indexer."
+        key = F.layer_norm(
+            x @ self.w[ix + "wk.weight"].T, [dim], self.w[ix + "k_norm.weight"], self.w[ix + "k_norm.bias"], 1e-6
+        )
+        gate = x @ self.w[ix + "index_kpool_compress_gate"].T
+        q = self.w[ix + "wq_b.weight"] @ self.query_latent(x[-1])
+        weight = self.w[ix + "weights_proj.weight"] @ x[-1] * heads**-0.5
+        scores = []
+        for first in range(0, len(inputs) // pool * pool, pool):
+            part = slice(first, first + pool)
+            share = (gate[part] + self.w[ix + "index_kpool_compress_ape"]).softmax(0)
+            pooled = (share * key[part]).sum(0)
+            scores.append(float(weight @ (q.view(heads, dim) @ pooled * dim**-0.5).relu()))
+        best = sorted(range(len(scores)), key=lambda p: -scores[p])[: self.c["index_topk"] // pool]
+        tokens = [p * pool + i for p in best for i in range(pool)]
+        return tokens + list(range(len(inputs) // pool * pool, len(inputs)))
+
+    def attend(self, x: Tensor, seen: list[int]) -> Tensor:
+        heads, nope, value = self.c["num_attention_heads"], self.c["qk_nope_head_dim"], self.c["v_head_dim"]
+        q = self.w["self_attn.q_b_proj.weight"] @ self.query_latent(x)
+        kv = torch.stack([self.latents[i] for i in seen]) @ self.w["self_attn.kv_b_proj.weight"].T
+        k, v = kv.view(len(seen), heads, nope + value).split([nope, value], -1)
+        share = (torch.einsum("hd,thd->ht", q.view(heads, nope), k) * nope**-0.5).softmax(-1)
+        return self.w["self_attn.o_proj.weight"] @ torch.einsum("ht,thd->hd", share, v).flatten()
+
+    def expert(self, x: Tensor, name: str) -> Tensor:
+        limit = self.c["swiglu_limit"]
+        gate = (self.w[f"{name}.gate_proj.weight"] @ x).clamp(max=limit)
+        up = (self.w[f"{name}.up_proj.weight"] @ x).clamp(-limit, limit)
+        return self.w[f"{name}.down_proj.weight"] @ (gate * gate.sigmoid() * up)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        score = (self.w["mlp.gate.weight"] @ x).sigmoid()
+        best = (score + self.w["mlp.gate.e_score_correction_bias"]).topk(self.c["num_experts_per_tok"]).indices.tolist()
+        total = sum(float(score[e]) for e in best)
+        out = self.expert(x, "mlp.shared_experts")
+        for e in best:
+            out = out + self.c["routed_scaling_factor"] * score[e] / total * self.expert(x, f"mlp.experts.{e}")
+        return out
+
+    def draft(self, tokens: list[int], hidden: Tensor, drafts: int) -> list[Tensor]:
+        """Hidden states of `drafts` steps from the last position of `hidden`; tokens[i + 1] follows position i."""
+        inputs = [self.mix(token, state) for token, state in zip(tokens[1:], hidden, strict=False)]
+        self.latents = [self.latent(x) for x in inputs]
+        base, outputs, x = len(inputs) - 1, [], inputs[-1]
+        chosen = self.choose(inputs)
+        for k in range(1, drafts + 1):
+            seen = chosen if base >= self.c["index_topk"] else list(range(base + k))
+            y = x + self.attend(self.norm(x, "input_layernorm"), seen)
+            y = y + self.feed_forward(self.norm(y, "post_attention_layernorm"))
+            outputs.append(self.norm(y, "shared_head.norm"))
+            x = self.mix(tokens[min(base + k + 1, len(tokens) - 1)], outputs[-1])
+            self.latents.append(self.latent(x))
+        return outputs
+
+    def query_latent(self, x: Tensor) -> Tensor:
+        return self.norm(self.w["self_attn.q_a_proj.weight"] @ x, "self_attn.q_a_layernorm")
+
+    def latent(self, x: Tensor) -> Tensor:
+        down = self.w["self_attn.kv_a_proj_with_mqa.weight"] @ self.norm(x, "input_layernorm")
+        return self.norm(down, "self_attn.kv_a_layernorm")
+
+
+@pytest.mark.parametrize("good", [True, False], ids=["good", "random"])
+@pytest.mark.parametrize("base", [0, 5, 14, 15, 16, 17, 26, 39])
+def test_head_unrolls_as_written_out(base: int, good: bool, checkpoint: Callable[..., Path]) -> None:
+    """Sixteen tokens are chosen: up to base 15 the chain sees all, from 16 on what the first step chose."""
+    path = checkpoint(random_glm5_next, good_mtp=good)
+    drafts = 7
+    tokens = torch.tensor([[(7 * i * i + 3 * i) % 256 for i in range(48)], [(5 * i * i + i) % 256 for i in range(48)]])
+    hidden = hidden_states(trunk(path), tokens)
+    batched = head(path).unroll(trunk(path), tokens, hidden, 40, drafts)
+    assert len(batched) == drafts
+    for row in range(2):
+        wanted = WrittenOut(path).draft(tokens[row].tolist(), hidden[row, : base + 1], drafts)
+        for got, right in zip(batched, wanted, strict=True):
+            torch.testing.assert_close(got[row, base].double(), right, rtol=1e-4, atol=1e-4)
+
+
+def test_free_running_chains_accept_as_many(checkpoint: Callable[..., Path]) -> None:
+    """One request, drafted as an engine does: each draft feeds the next, and verification decides what stays."""
+    path, layer = checkpoint(random_glm5_next), WrittenOut(checkpoint(random_glm5_next))
+    lm_head = trunk(path).lm_head.weight.double()
+    histogram = [0] * (DRAFTS + 1)
+    for prompt, greedy in zip(PROMPTS[:4], continuations(path)[:4], strict=True):
+        tokens, base, last = prompt + greedy, len(prompt) - 1, False
+        states = hidden_states(trunk(path), torch.tensor([tokens]))[0]
+        while not last:
+            last = base + 2 - len(prompt) >= 24
+            drafted: list[int] = []
+            for k in range(1, DRAFTS + 1):
+                state = layer.draft(tokens[: base + 2] + drafted, states[: base + 1], k)[-1]
+                drafted.append(int((lm_head @ state).argmax()))
+            accepted = next((k for k, t in enumerate(drafted) if t != tokens[base + 2 + k]), DRAFTS)
+            histogram[accepted] += 1
+            base += accepted + 1
+    figures = simulate(trunk(path), head(path), PROMPTS[:4], continuations(path)[:4], DRAFTS, new_tokens=24)
+    assert figures.histogram == tuple(histogram)
+    assert sum(count > 0 for count in histogram) >= 4, histogram
+
+
+def test_good_drafts_are_accepted_and_random_ones_are_not(checkpoint: Callable[..., Path]) -> None:
+    first = {}
+    for good in (True, False):
+        path = checkpoint(random_glm5_next, good_mtp=good)
+        tokens = torch.tensor([p + g for p, g in zip(PROMPTS, continuations(path), strict=True)])
+        accepted = accepted_drafts(trunk(path), head(path), tokens, hidden_states(trunk(path), tokens), DRAFTS)
+        first[good] = [float((accepted[:, -48:] >= k).float().mean()) for k in (1, 2, 3, 4)]
+    assert 0.4 < first[True][0] < 0.9, first
+    assert first[True][3] > 0.03, first
+    assert first[False][0] < 0.05, first
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+
+
+def test_head_is_read_from_one_file_or_several(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    path = checkpoint(random_glm5_next)
+    weights = load_file(path / "model.safetensors")
+    mine = [name for name in sorted(weights) if name.startswith(PREFIX)]
+    places = {name: f"part-{mine.index(name) % 2 if name in mine else 2}.safetensors" for name in weights}
+    for file in set(places.values()):
+        save_file({name: w for name, w in weights.items() if places[name] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}), encoding="utf-8")
+    before = torch.get_rng_state()
+    for place in (path, tmp_path):
+        read = load_head(trunk(path), place).released()
+        assert read.keys() == {name.removeprefix(PREFIX) for name in mine}
+        assert all(torch.equal(read[name], weights[PREFIX + name]) for name in read)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_checkpoint_without_a_head_or_with_another_is_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    path = checkpoint(random_glm5_next)
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    weights = load_file(path / "model.safetensors")
+    for name in ("eh_proj.weight", "mlp.experts.3.up_proj.weight", "shared_head.norm.weight"):
+        save_file({k: w for k, w in weights.items() if k != PREFIX + name}, tmp_path / "model.safetensors")
+        with pytest.raises(RuntimeError, match=name.replace(".", r"\.")):
+            load_head(trunk(path), tmp_path)
+    for name in ("self_attn.extra.weight", "mlp.experts.8.up_proj.weight"):
+        save_file(weights | {PREFIX + name: torch.zeros(2)}, tmp_path / "model.safetensors")
+        with pytest.raises(RuntimeError, match=name.replace(".", r"\.")):
+            load_head(trunk(path), tmp_path)
+    save_file({k: w for k, w in weights.items() if not k.startswith(PREFIX)}, tmp_path / "model.safetensors")
+    with pytest.raises(KeyError, match=r"no weights named model\.language_model\.layers\.8\."):
+        load_head(trunk(path), tmp_path)
+
+
+def test_drafts_that_each_choose_anew_are_refused(checkpoint: Callable[..., Path]) -> None:
+    model = copy.copy(trunk(checkpoint(random_glm5_next)))
+    model.config = copy.deepcopy(model.config)
+    model.config.text_config.index_share_for_mtp_iteration = False
+    with pytest.raises(ValueError, match="index_share_for_mtp_iteration is not set"):
+        GlmMtpHead(model)
+
+
+def test_new_head_starts_from_the_trunk_and_shares_nothing_with_it(checkpoint: Callable[..., Path]) -> None:
+    model = trunk(checkpoint(random_glm5_next))
+    made, layer = GlmMtpHead(model), model.model.language_model.layers[LAYERS - 1]
+    for part in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"):
+        mine, theirs = getattr(made, part).state_dict(), getattr(layer, part).state_dict()
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+        assert all(mine[name].data_ptr() != theirs[name].data_ptr() for name in mine)
+    assert all(p.requires_grad for p in made.parameters())
