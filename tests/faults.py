@@ -6,6 +6,7 @@ the fault named by the variable PLANT before any test is collected.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 from collections.abc import Callable
@@ -21,6 +22,13 @@ chunks: Any = importlib.import_module("dlinfer_ext.kernels.common.delta_chunks")
 kda: Any = importlib.import_module("dlinfer_ext.kernels.kda.eager")
 kda_chunks: Any = importlib.import_module("dlinfer_ext.kernels.kda.chunk_eager")
 steps: Any = importlib.import_module("dlinfer_ext.kernels.common.delta_steps")
+pages: Any = importlib.import_module("dlinfer_ext.kernels.common.pages")
+kpool_select: Any = importlib.import_module("dlinfer_ext.kernels.kpool_indexer.select_eager")
+kpool_update: Any = importlib.import_module("dlinfer_ext.kernels.kpool_indexer.update_eager")
+indexer: Any = importlib.import_module("dlinfer_ext.kernels.kpool_indexer.eager")
+latent: Any = importlib.import_module("dlinfer_ext.kernels.latent_attention.eager")
+dense: Any = importlib.import_module("dlinfer_ext.kernels.latent_attention.dense_eager")
+sparse: Any = importlib.import_module("dlinfer_ext.kernels.latent_attention.sparse_eager")
 
 
 def ring_gather_from_packed_batch() -> None:
@@ -163,6 +171,108 @@ def kda_state_stored_transposed() -> None:
     kda.kda = prefill
 
 
+def kpool_tail_without_room_for_drafts() -> None:
+    """Keep as many raw tokens as a pool has, so that a rejected draft takes an open one's place (vLLM pull 622)."""
+    original: Callable[..., None] = indexer.kpool_update
+
+    def update(k: Tensor, gate: Tensor, ape: Tensor, pools: Tensor, tails: Tensor, *rest: Any) -> None:
+        original(k, gate, ape, pools, tails[:, : ape.shape[0]], *rest)
+
+    indexer.kpool_update = update
+
+
+def kpool_open_pool_forgotten() -> None:
+    """Take the tokens before this call for absent, as if every chunk began a pool."""
+    original: Callable[..., None] = kpool_update.write_pools
+
+    def write(*args: Any) -> None:
+        k, gate, ape, pools, tails, *rest = args
+        original(k, gate, ape, pools, dataclasses.replace(tails, view=torch.zeros_like(tails.view)), *rest)
+
+    kpool_update.write_pools = write
+
+
+def kpool_position_counted_from_the_chunk() -> None:
+    """Add the positions' term by the place in the chunk and not in the pool."""
+    original: Callable[..., None] = indexer.kpool_update
+
+    def update(k: Tensor, gate: Tensor, ape: Tensor, *rest: Any) -> None:
+        place = torch.arange(ape.shape[0]) - rest[4][:1].sum()
+        original(k, gate, ape[place % ape.shape[0]], *rest)
+
+    indexer.kpool_update = update
+
+
+def kpool_open_pool_is_a_candidate() -> None:
+    """Choose among the pools that the table has room for, complete or not (vLLM pull 55201)."""
+    original: Callable[..., Tensor] = kpool_select.best_pools
+
+    def best(scores: Tensor, complete: Tensor, most: int) -> Tensor:
+        return original(scores, complete + 1, most)
+
+    kpool_select.best_pools = best
+
+
+def kpool_ties_as_they_come() -> None:
+    """Take the pools that topk lists: which of several equal ones it lists is not defined."""
+
+    def best(scores: Tensor, complete: Tensor, most: int) -> Tensor:
+        candidate = torch.arange(scores.shape[1]) < complete[:, None]
+        return scores.masked_fill(~candidate, -torch.inf).topk(most, 1).indices.sort(1).values
+
+    kpool_select.best_pools = best
+
+
+def kpool_weights_before_the_relu() -> None:
+    """Sum over the heads first."""
+
+    def scores(query: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+        one = (query * weight[..., None]).sum(2, keepdim=True)
+        return original(one, torch.ones_like(weight[..., :1]), *rest)
+
+    original = kpool_select.pool_scores
+    kpool_select.pool_scores = scores
+
+
+def latent_stale_values_weighed() -> None:
+    """Leave what lies past the context in the values: a probability of zero times NaN is NaN."""
+    dense.clear_absent = sparse.clear_absent = lambda held, absent: held
+
+
+def latent_own_token_hidden() -> None:
+    """Let a query see the tokens before it only."""
+    for module in (dense, latent):
+        original = module.packed_tokens
+
+        def packed(*args: Any, original: Any = original) -> Any:
+            at = original(*args)
+            return type("Shifted", (), {**vars(at), "visible": at.position})
+
+        module.packed_tokens = packed
+
+
+def latent_sum_not_rescaled() -> None:
+    """Keep the running sums when a later part of the context has a larger score."""
+    original = dense.RunningSoftmax.add
+
+    def add(self: Any, scores: Tensor, values: Tensor) -> None:
+        seen = self.peak > -torch.inf
+        self.peak = torch.where(seen, torch.maximum(self.peak, scores.amax(-1)), self.peak)
+        original(self, scores, values)
+
+    dense.RunningSoftmax.add = add
+
+
+def entries_of_pad_rows_written() -> None:
+    """Write where a PAD row's table points."""
+    original: Callable[..., None] = pages.write_entries
+
+    def write(cache: Any, places: Tensor, values: Tensor, writes: Tensor) -> None:
+        original(cache, places, values, torch.ones_like(writes))
+
+    latent.write_entries = kpool_update.write_entries = write
+
+
 def pad_row_written() -> None:
     """Take slot -1 for the last slot."""
     run: Callable[..., Tensor] = conv.run
@@ -215,6 +325,16 @@ FAULTS: Final[dict[str, Callable[[], None]]] = {
         kda_reference_at_the_middle_row,
         kda_gate_clamped,
         kda_state_stored_transposed,
+        kpool_tail_without_room_for_drafts,
+        kpool_open_pool_forgotten,
+        kpool_position_counted_from_the_chunk,
+        kpool_open_pool_is_a_candidate,
+        kpool_ties_as_they_come,
+        kpool_weights_before_the_relu,
+        latent_stale_values_weighed,
+        latent_own_token_hidden,
+        latent_sum_not_rescaled,
+        entries_of_pad_rows_written,
         pad_row_written,
         taps_in_reverse_order,
         operands_through_fp16,

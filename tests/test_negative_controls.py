@@ -17,6 +17,8 @@ CONV, RULE, KDA = (
     f"tests/kernels/{name}.py::" for name in ("test_causal_conv1d_faults", "test_gated_delta_rule", "test_kda")
 )
 
+KPOOL, LATENT = (f"tests/kernels/{name}.py::" for name in ("test_kpool_indexer", "test_latent_attention"))
+
 
 def conv(*ids: str) -> tuple[str, ...]:
     return tuple(f"{CONV}test_reported_fault[{i}]" for i in ids)
@@ -56,6 +58,49 @@ CAUGHT_BY = {
         f"{KDA}test_prefill_one_row_matches_definition[T17-VK-plain]",
         f"{KDA}test_update_equals_prefill_of_the_same_tokens[plain-VK]",
         f"{KDA}test_prefill_problems_of_peers[KV-P23-K-differs-from-V]",
+    ),
+    "kpool_tail_without_room_for_drafts": (
+        f"{KPOOL}test_rejected_drafts_leave_no_trace[keep1-drafts3-T%P=3]",
+        f"{KPOOL}test_rejected_drafts_leave_no_trace[keep1-drafts7-T%P=0]",
+    ),
+    "kpool_open_pool_forgotten": (
+        f"{KPOOL}test_pool_by_hand",
+        f"{KPOOL}test_any_chunks_equal_one_shot[P4]",
+        f"{KPOOL}test_an_open_pool_moves_with_its_block",
+        f"{KPOOL}test_both_are_the_indexer_of_transformers[T75]",
+    ),
+    "kpool_position_counted_from_the_chunk": (
+        f"{KPOOL}test_any_chunks_equal_one_shot[P4]",
+        f"{KPOOL}test_update_matches_definition[h3-P4]",
+    ),
+    "kpool_open_pool_is_a_candidate": (
+        f"{KPOOL}test_a_pool_of_a_rejected_draft_is_no_candidate",
+        f"{KPOOL}test_both_are_the_indexer_of_transformers[T75]",
+    ),
+    "kpool_ties_as_they_come": (
+        f"{KPOOL}test_choice_of_a_step[exact-decode]",
+        f"{KPOOL}test_choice_with_blocks_of_one_pool_of_128",
+    ),
+    "kpool_weights_before_the_relu": (
+        f"{KPOOL}test_choice_in_every_dtype[bfloat16]",
+        f"{KPOOL}test_both_are_the_indexer_of_transformers[T75]",
+    ),
+    "latent_stale_values_weighed": (
+        f"{LATENT}test_what_lies_past_the_context_reaches_no_output[nan-dense]",
+        f"{LATENT}test_what_lies_past_the_context_reaches_no_output[nan-sparse]",
+    ),
+    "latent_own_token_hidden": (
+        f"{LATENT}test_attention_by_hand",
+        f"{LATENT}test_attention_is_that_of_transformers[dense]",
+        f"{LATENT}test_attention_is_that_of_transformers[sparse]",
+    ),
+    "latent_sum_not_rescaled": (
+        f"{LATENT}test_a_step_matches_definition[exact-dense-verify3]",
+        f"{LATENT}test_large_scores_do_not_overflow[dense]",
+    ),
+    "entries_of_pad_rows_written": (
+        f"{KPOOL}test_pad_rows_write_nothing[0]",
+        f"{LATENT}test_write_of_pad_rows_and_empty_batches",
     ),
     "state_stored_transposed": (
         f"{RULE}test_prefill_one_row_matches_definition[T17-VK-ring3]",
