@@ -73,8 +73,13 @@ def _advance(s, q, k, decay, beta, v_ptr, o_ptr, mv, AXIS: tl.constexpr, CHANNEL
     """
     v = tl.load(v_ptr, mask=mv, other=0.0).to(tl.float32)
     key = tl.expand_dims(k, 1 - AXIS)
-    s = s * (tl.expand_dims(decay, 1 - AXIS) if CHANNELS else decay)
-    u = (v - tl.sum(s * key, AXIS)) * beta
+    if CHANNELS:
+        # The decayed state times the key is the state times the decayed key: no second tile is held during the sum.
+        u = (v - tl.sum(s * tl.expand_dims(k * decay, 1 - AXIS), AXIS)) * beta
+        s = s * tl.expand_dims(decay, 1 - AXIS)
+    else:
+        s = s * decay
+        u = (v - tl.sum(s * key, AXIS)) * beta
     s = s + tl.expand_dims(u, AXIS) * key
     o = tl.sum(s * tl.expand_dims(q, 1 - AXIS), AXIS)
     tl.store(o_ptr, o.to(o_ptr.dtype.element_ty), mask=mv)

@@ -25,7 +25,7 @@ from dlinfer_ext.testing import DTYPES, TOLERANCE, HostRead, assert_close, no_ho
 from tests.kernels import delta_checks
 from tests.kernels.delta_checks import SMALL, Dims, Inputs, Rule, entry, ints, make_pool, offsets
 
-pytestmark = pytest.mark.eager_only(reason="no kernel is written for it yet")
+EAGER_ONLY = pytest.mark.eager_only(reason="about a step inside the PyTorch form")
 
 NAN, INF = float("nan"), float("inf")
 FP32 = TOLERANCE["kda", torch.float32]
@@ -393,6 +393,7 @@ def test_update_pad_rows_touch_nothing(at: int, pad_slot_id: int, ring: int | No
     assert not o[at].any()
 
 
+@EAGER_ONLY
 @pytest.mark.parametrize("ring", POOLS)
 @pytest.mark.parametrize("v_first", ORIENTATIONS)
 @pytest.mark.parametrize("size", [1, 100, 400, 1600, 4000], ids=["one-channel", "channels", "heads", "row", "rows"])
@@ -524,9 +525,12 @@ def test_prefill_with_host_lengths_reads_nothing(lengths: list[int], ring: int |
     common: dict[str, Any] = {"state_indices": ints(2, 0, -1)[:rows], "history_lens": ints(3, 0, 1)[:rows]}
     with no_host_reads():
         kda(*x, pool, cu_seqlens=offsets(lengths), **common, host_lengths=lengths)
-    if any(lengths):
-        with pytest.raises(HostRead), no_host_reads():
-            kda(*x, pool, cu_seqlens=offsets(lengths), **common)
+
+
+@EAGER_ONLY
+def test_prefill_without_host_lengths_reads_them() -> None:
+    with pytest.raises(HostRead), no_host_reads():
+        kda(*make_inputs([4]), make_pool(4)[0], cu_seqlens=ints(0, 3, 4), history_lens=ints(3, 0))
 
 
 PEERS: dict[str, dict[str, Any]] = {

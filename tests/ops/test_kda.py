@@ -1,4 +1,4 @@
-"""Kimi Delta Attention's interface: what it refuses and checks on demand, its routes, and the names of its peers."""
+"""Kimi Delta Attention's interface: what it refuses and checks on demand, and the names of its peers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlinfer_ext.forms import NO_KERNEL
 from dlinfer_ext.kernels.kda import reference
 from dlinfer_ext.ops import kda, kda_gate, kda_update
-from dlinfer_ext.ops._registry import choose
 from dlinfer_ext.testing import TOLERANCE, assert_close, no_host_reads
 from dlinfer_ext.vendor.ascend import triton_ops
-from dlinfer_ext.vendor.ascend.table import route_table
-
-pytestmark = pytest.mark.eager_only(reason="no kernel is written for it yet")
 
 FP32 = TOLERANCE["kda", torch.float32]
 H, HV, K, V = 2, 4, 8, 12
@@ -65,27 +60,6 @@ def test_opcheck(form: str) -> None:
     if form == "update-packed":
         x, cu = inputs(4), ints(0, 1, 4)
     torch.library.opcheck(torch.ops.dlinfer_ext.kda_update.default, (*x, state, slots, past, accepted, cu, *tail))
-
-
-@pytest.mark.parametrize("operator", ["kda", "kda_gate", "kda_update"])
-def test_the_batched_form_serves_and_the_table_says_that_a_kernel_is_missing(operator: str) -> None:
-    assert operator in NO_KERNEL
-    for vendor in ("cpu", "ascend"):
-        choice = choose(operator, vendor)
-        assert choice.route.name == "eager"
-        assert choice.passed_over == ()
-    for soc in ("a2", "a3", "a5", "310p"):
-        routes = {entry.route: entry for entry in route_table(soc)[operator]}
-        assert [name for name, entry in routes.items() if entry.able] == ["eager"]
-        assert routes["triton"].note == "no kernel is written for it yet"
-
-
-def test_a_kernel_that_is_asked_for_is_missed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DLINFER_EXT_ROUTE", "native")
-    assert choose("kda", "cpu").passed_over == (("native", "vendor cpu binds no native form of it"),)
-    monkeypatch.setenv("DLINFER_EXT_STRICT", "1")
-    with pytest.raises(RuntimeError, match=r"^kda: route 'native' cannot serve"):
-        choose("kda", "cpu")
 
 
 Run = Callable[[], object]

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import dlinfer_ext.ops  # noqa: F401  (declares the operators)
+from dlinfer_ext.forms import NO_KERNEL, kernel_form
 from dlinfer_ext.ops import _registry
 from dlinfer_ext.ops._registry import Choice, Route, choose, chosen
+from dlinfer_ext.vendor.ascend.table import route_table
 
 TARGET = "dlinfer_ext.kernels.gated_rms_norm.eager:gated_rms_norm"
 EAGER = Route("eager", TARGET)
@@ -187,3 +189,31 @@ def test_choosing_a_route_prepares_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("name", sorted(_registry.OPERATORS))
 def test_an_operator_is_registered_for_the_device_of_each_vendor(name: str, key: str) -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"dlinfer_ext::{name}", key)
+
+
+@pytest.mark.parametrize("operator", sorted(NO_KERNEL))
+def test_without_a_kernel_the_batched_form_serves_and_the_table_says_so(operator: str) -> None:
+    for vendor in ("cpu", "ascend"):
+        choice = choose(operator, vendor)
+        assert choice.route.name == "eager"
+        assert choice.passed_over == ()
+    for soc in ("a2", "a3", "a5", "310p"):
+        routes = {entry.route: entry for entry in route_table(soc)[operator]}
+        assert [name for name, entry in routes.items() if entry.able] == ["eager"]
+        assert routes["triton"].note == "no kernel is written for it yet"
+
+
+@pytest.mark.parametrize("operator", sorted(NO_KERNEL))
+def test_a_kernel_that_is_asked_for_is_missed_by_name(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DLINFER_EXT_ROUTE", "native")
+    assert choose(operator, "cpu").passed_over == (("native", "vendor cpu binds no native form of it"),)
+    monkeypatch.setenv("DLINFER_EXT_STRICT", "1")
+    with pytest.raises(RuntimeError, match=rf"^{operator}: route 'native' cannot serve"):
+        choose(operator, "cpu")
+
+
+@pytest.mark.parametrize("operator", sorted(NO_KERNEL))
+def test_a_launcher_that_is_written_is_bound(operator: str) -> None:
+    module, _, function = kernel_form(operator).partition(":")
+    written = ROOT.joinpath(*module.split(".")).with_suffix(".py").exists()
+    assert not (written and function in functions_of(module)), f"NO_KERNEL names {operator}, which has a launcher"

@@ -1,4 +1,4 @@
-"""Cases of the gated delta rule."""
+"""Cases of a model's delta rule: the gated one, or Kimi Delta Attention."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Iterator
 import torch
 
 from ...targets import Model
-from . import Case, delta_rule_decode, delta_rule_prefill
+from . import Case, delta_rule_decode, delta_rule_gates, delta_rule_prefill
 
 
 def cases(model: Model, tp: int, dtype: torch.dtype) -> Iterator[Case]:
-    """Return the cases of a gated delta rule model on one of `tp` ranks; nothing for another rule."""
-    if model.rule == "gdn":
-        yield from delta_rule_decode.cases(model, tp, dtype)
-        yield from delta_rule_prefill.cases(model, tp, dtype)
+    """Return the cases of a model's delta rule on one of `tp` ranks."""
+    for part in (delta_rule_decode, delta_rule_gates, delta_rule_prefill):
+        yield from part.cases(model, tp, dtype)
