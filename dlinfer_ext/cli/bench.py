@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
-FAMILIES = ("conv", "delta_rule", "kda", "norm", "reject")
+FAMILIES = ("conv", "delta_rule", "kda", "norm", "reject", "sparse")
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,7 @@ def _checks(dtype: torch.dtype) -> Iterator[Check]:
     yield from _conv(dtype)
     yield from _delta_rule(dtype)
     yield from _kda(dtype)
+    yield from _sparse_attention(dtype)
     yield from _norm(dtype)
     yield from _rejection(dtype)
     yield from _pools(dtype)
@@ -219,6 +220,51 @@ def _kda(dtype: torch.dtype) -> Iterator[Check]:
         yield _compare(
             "kda_update", "kda", layout, ops.kda_update, rule.kda_update, "state", **inputs(*lead), **same, **step
         )
+
+
+def _sparse_attention(dtype: torch.dtype) -> Iterator[Check]:
+    import torch
+
+    from .. import ops
+    from ..kernels.kpool_indexer import reference as indexer
+    from ..kernels.latent_attention import reference as latent
+
+    tokens, pool, block, heads, dim = sum(LENGTHS), 4, 16, 3, 16
+    # Two rows begin in the middle of a pool, one is PAD; blocks in no order.
+    rows = {
+        "cu_seqlens": torch.tensor([0, *LENGTHS]).cumsum(0),
+        "block_offsets": torch.randperm(30).view(5, 6),
+        "history_lens": torch.tensor([5, 18, 2, -1, 0]),
+    }
+    update = {
+        "k": torch.randn(tokens, dim).to(dtype),
+        "gate": torch.randn(tokens, dim).to(dtype),
+        "ape": torch.randn(pool, dim),
+        "pool_cache": torch.randn(30, block // pool, dim).to(dtype),
+        "tail_cache": torch.randn(30, pool + DRAFTS, 2 * dim),
+    }
+    for cache in ("pool_cache", "tail_cache"):
+        forms: Forms = (ops.kpool_update, indexer.kpool_update, cache)
+        yield _compare("kpool_update", "kpool", cache, *forms, **update, **rows)
+    # Scores of small integers are exact, and many are equal: the choice has to be the same, index by index.
+    select = {
+        "q": torch.randn(tokens, heads, dim).round().to(dtype),
+        "weights": torch.randn(tokens, heads).round(),
+        "pool_cache": torch.randn(30, block // pool, dim).round().to(dtype),
+        "max_kv_len": 80,
+        "kpool": pool,
+    }
+    for case, topk in (("chosen", 24), ("all", 80)):
+        forms = (ops.kpool_select, indexer.kpool_select, "")
+        yield _compare("kpool_select", None, case, *forms, **select, **rows, topk=topk)
+    cache = torch.randn(30, block, 24).to(dtype)
+    forms = (ops.latent_write, latent.latent_write, "cache")
+    yield _compare("latent_write", None, "", *forms, c=torch.randn(tokens, 24).to(dtype), cache=cache, **rows)
+    chosen = indexer.kpool_select(**select, **rows, topk=24)
+    q, options = torch.randn(tokens, heads, 24).to(dtype), {"value_dim": 16, "scale": 0.2, "max_kv_len": 80}
+    for case, indices in (("dense", None), ("sparse", chosen)):
+        forms = (ops.latent_attention, latent.latent_attention, "")
+        yield _compare("latent_attention", "latent", case, *forms, q=q, cache=cache, **rows, **options, indices=indices)
 
 
 def _norm(dtype: torch.dtype) -> Iterator[Check]:

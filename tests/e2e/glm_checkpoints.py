@@ -41,6 +41,7 @@ GLM_CHAT_TEMPLATE = (
 )
 VOCAB_SIZE = 320  # 256 bytes and the special tokens, rounded up so that two ranks can share it
 LAYERS, SPARSE_ATTENTION = 8, 7  # the second of the two layers with sparse attention has experts too
+FIRST_SPARSE_ATTENTION = 3
 TEXT = "model.language_model."
 # What the released checkpoint keeps in fp32 whatever its dtype.
 FP32 = ("mlp.gate.weight", "e_score_correction_bias", "conv1d.weight", "dt_bias", "A_log", "_base", "_scale")
@@ -160,12 +161,15 @@ def _mtp_weights(weights: dict[str, torch.Tensor], generator: torch.Generator, g
     A ``good`` one drafts from the newest token's embedding, which the trunk often follows.
     """
     like, prefix = f"{TEXT}layers.{SPARSE_ATTENTION}.", f"{TEXT}layers.{LAYERS}."
+    choice = f"{TEXT}layers.{FIRST_SPARSE_ATTENTION}."  # the other layer may have none of its own
     hidden = weights["lm_head.weight"].shape[1]
     shapes = {
-        name.removeprefix(like): weight.shape
-        for name, weight in sorted(weights.items())
-        if name.startswith(like) and ".hc_" not in name
+        name.removeprefix(layer): weight.shape
+        for layer, part in ((like, ""), (choice, "self_attn.indexer."))
+        for name, weight in weights.items()
+        if name.startswith(layer + part) and ".hc_" not in name
     }
+    shapes = dict(sorted(shapes.items()))
     shapes |= {f"{part}.weight": torch.Size([hidden]) for part in ("enorm", "hnorm", "shared_head.norm")}
     shapes["eh_proj.weight"] = torch.Size([hidden, 2 * hidden])
     mtp = {name: _draw(name, shape, generator, 0.1 if good else 1.0) for name, shape in shapes.items()}
@@ -228,6 +232,7 @@ def random_glm5_next(
     index_head_dim: int = 16,
     lower_bound: float | None = -5.0,
     swiglu_limit: float = 1.0,
+    shared_choice: bool = False,
     mtp: bool = True,
     good_mtp: bool = True,
     spelling: str = "deepseek_sparse_attention",
@@ -248,6 +253,7 @@ def random_glm5_next(
         index_head_dim: of the indexer.
         lower_bound: of the decay; None for the softplus gate.
         swiglu_limit: clamp of every MLP.
+        shared_choice: three layers have sparse attention, and the last attends to what the one before chose.
         mtp: write a draft layer too.
         good_mtp: let its drafts be accepted often; a random one's never are.
         spelling: of the sparse layers in ``layer_types``.
@@ -269,6 +275,11 @@ def random_glm5_next(
         "linear_lower_bound": lower_bound,
         "swiglu_limit": swiglu_limit,
     }
+    if shared_choice:
+        # transformers hands a choice on to the very next layer, so the one before has sparse attention too.
+        shape["indexer_types"] = ["full"] * SPARSE_ATTENTION + ["shared"]
+        sparse = (FIRST_SPARSE_ATTENTION, SPARSE_ATTENTION - 1, SPARSE_ATTENTION)
+        shape["layer_types"] = ["indexed_attention" if i in sparse else "linear_attention" for i in range(LAYERS)]
     model = transformers.Glm5NextForConditionalGeneration(_config(tokenizer, shape))
     model.generation_config.update(eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id)
     generator = torch.Generator().manual_seed(seed)
