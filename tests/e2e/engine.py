@@ -58,9 +58,16 @@ def run(
 
 
 def run_many(
-    jobs: list[dict[str, Any]], *, timeout_s: float = 240, env: dict[str, str] | None = None
+    jobs: list[dict[str, Any]],
+    *,
+    timeout_s: float = 240,
+    env: dict[str, str] | None = None,
+    plugins: tuple[str, ...] = (),
 ) -> list[dict[str, Any]]:
-    """Run several engines, one after the other in one process (see `session.py`); results as of `run`."""
+    """Run several engines, one after the other in one process (see `session.py`); results as of `run`.
+
+    `plugins` are modules that the process imports before the first engine starts.
+    """
     clean = {k: v for k, v in os.environ.items() if not k.startswith("DLINFER_EXT_") or k == "DLINFER_EXT_TOOLCHAIN"}
     clean |= {
         "DLINFER_EXT_VENDOR": "cpu",
@@ -72,7 +79,7 @@ def run_many(
     }
     with tempfile.TemporaryDirectory(prefix="dlinfer_ext_e2e_") as folder:
         job, out = Path(folder) / "job.json", Path(folder) / "result.json"
-        job.write_text(json.dumps({"runs": jobs}), encoding="utf-8")
+        job.write_text(json.dumps({"plugins": plugins, "runs": jobs}), encoding="utf-8")
         line = [sys.executable, "-m", "dlinfer_ext.framework.lmdeploy.session", str(job), str(out)]
         code, stdout, stderr = _run_group(line, clean, timeout_s)
         assert out.is_file(), f"no result, exit code {code}:\n{stdout[-2000:]}\n{stderr[-6000:]}"
