@@ -231,7 +231,7 @@ def _sparse_attention(dtype: torch.dtype) -> Iterator[Check]:
 
     tokens, pool, block, heads, dim = sum(LENGTHS), 4, 16, 3, 16
     # Two rows begin in the middle of a pool, one is PAD; blocks in no order.
-    rows = {
+    rows: dict[str, Any] = {
         "cu_seqlens": torch.tensor([0, *LENGTHS]).cumsum(0),
         "block_offsets": torch.randperm(30).view(5, 6),
         "history_lens": torch.tensor([5, 18, 2, -1, 0]),
@@ -247,7 +247,7 @@ def _sparse_attention(dtype: torch.dtype) -> Iterator[Check]:
         forms: Forms = (ops.kpool_update, indexer.kpool_update, cache)
         yield _compare("kpool_update", "kpool", cache, *forms, **update, **rows)
     # Scores of small integers are exact, and many are equal: the choice has to be the same, index by index.
-    select = {
+    select: dict[str, Any] = {
         "q": torch.randn(tokens, heads, dim).round().to(dtype),
         "weights": torch.randn(tokens, heads).round(),
         "pool_cache": torch.randn(30, block // pool, dim).round().to(dtype),
@@ -257,14 +257,16 @@ def _sparse_attention(dtype: torch.dtype) -> Iterator[Check]:
     for case, topk in (("chosen", 24), ("all", 80)):
         forms = (ops.kpool_select, indexer.kpool_select, "")
         yield _compare("kpool_select", None, case, *forms, **select, **rows, topk=topk)
-    cache = torch.randn(30, block, 24).to(dtype)
+    latents = torch.randn(30, block, 24).to(dtype)
     forms = (ops.latent_write, latent.latent_write, "cache")
-    yield _compare("latent_write", None, "", *forms, c=torch.randn(tokens, 24).to(dtype), cache=cache, **rows)
+    yield _compare("latent_write", None, "", *forms, c=torch.randn(tokens, 24).to(dtype), cache=latents, **rows)
     chosen = indexer.kpool_select(**select, **rows, topk=24)
     q, options = torch.randn(tokens, heads, 24).to(dtype), {"value_dim": 16, "scale": 0.2, "max_kv_len": 80}
     for case, indices in (("dense", None), ("sparse", chosen)):
         forms = (ops.latent_attention, latent.latent_attention, "")
-        yield _compare("latent_attention", "latent", case, *forms, q=q, cache=cache, **rows, **options, indices=indices)
+        yield _compare(
+            "latent_attention", "latent", case, *forms, q=q, cache=latents, **rows, **options, indices=indices
+        )
 
 
 def _norm(dtype: torch.dtype) -> Iterator[Check]:
