@@ -250,8 +250,10 @@ def head_weights(model: Any, head: GlmMtpHead) -> dict[str, torch.Tensor]:
 
 
 def finish_config(config: dict[str, Any]) -> None:
-    """Add what the release says and transformers does not keep."""
+    """Spell the layers as the release does, and add what it says and transformers does not keep."""
+    kinds = config["text_config"]["layer_types"]
     config["text_config"] |= {
+        "layer_types": ["deepseek_sparse_attention" if kind == "indexed_attention" else kind for kind in kinds],
         "first_k_dense_replace": config["text_config"]["mlp_layer_types"].count("dense"),
         "index_kpool_compress": True,
         "mhc": True,

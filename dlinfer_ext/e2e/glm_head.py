@@ -16,7 +16,8 @@ class GlmMtpHead(nn.Module):
     A plain residual layer, without hyper-connections, over ``eh_proj([enorm(embedding of the next token),
     hnorm(hidden state)])``: sparse latent attention, then a mixture of experts. The hidden state is the trunk's after
     its final norm, or this layer's own after ``shared_head.norm``; embedding and output projection are the trunk's.
-    A new head starts as the trunk's last layers of either kind between an even mix of both inputs and the trunk's norm.
+    A new head starts as the trunk's last attention that chooses for itself and its last mixture of experts, between an
+    even mix of both inputs and the trunk's norm.
 
     The first step of a draft chooses the tokens to attend to and the later ones go on with its choice
     (``index_share_for_mtp_iteration``): they see neither themselves nor the steps between. A base that has no more
@@ -34,7 +35,8 @@ class GlmMtpHead(nn.Module):
         trunk, config = model.model.language_model, copy.deepcopy(model.config.text_config)
         if not getattr(config, "index_share_for_mtp_iteration", False):
             raise ValueError("index_share_for_mtp_iteration is not set; only drafts that share a choice are simulated")
-        attention = [i for i, kind in enumerate(config.layer_types) if kind == "indexed_attention"][-1]
+        kinds = zip(config.layer_types, config.indexer_types, strict=True)
+        attention = [i for i, kind in enumerate(kinds) if kind == ("indexed_attention", "full")][-1]
         sparse = [i for i, kind in enumerate(config.mlp_layer_types) if kind == "sparse"][-1]
         # Two layers' worth of config: the first chooses and hands its choice on, as to a second that shares it.
         config.num_hidden_layers, config.indexer_types = 2, ["full", "shared"]

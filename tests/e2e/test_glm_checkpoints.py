@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -24,7 +23,7 @@ from .checkpoints import (
     transformers_greedy_and_gap,
     transformers_logits,
 )
-from .glm_checkpoints import FP32, LAYERS, random_glm5_next
+from .glm_checkpoints import FP32, LAYERS, changed, random_glm5_next
 
 __all__ = ["checkpoint"]
 
@@ -164,16 +163,6 @@ def test_greedy_tokens_are_no_close_call(name: str, checkpoint: Callable[..., Pa
 @cache
 def right(path: Path) -> list[list[int]]:
     return transformers_greedy(path, PROMPTS, NEW)
-
-
-def changed(path: Path, to: Path, **text: Any) -> Path:
-    """Copy a checkpoint with other values in the config's text part."""
-    shutil.copytree(path, to)
-    config = json.loads((to / "config.json").read_text())
-    assert text.keys() <= config["text_config"].keys()
-    config["text_config"] |= text
-    (to / "config.json").write_text(json.dumps(config))
-    return to
 
 
 CHANGES: dict[str, dict[str, Any]] = {

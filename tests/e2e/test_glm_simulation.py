@@ -20,13 +20,14 @@ from dlinfer_ext.e2e.glm_head import GlmMtpHead
 from dlinfer_ext.e2e.simulation import accepted_drafts, greedy_needed, hidden_states, load_head, simulate
 
 from .checkpoints import checkpoint, load_transformers, transformers_greedy
-from .glm_checkpoints import LAYERS, random_glm5_next
+from .glm_checkpoints import HELD_OUT_GLM, LAYERS, TRAINED_GLM, random_glm5_next
 
 __all__ = ["checkpoint"]
 
 PREFIX = f"model.language_model.layers.{LAYERS}."
 PROMPTS = [list(b"%d: for x in range(%d):" % (i, i))[:20] for i in range(12, 20)]
 DRAFTS, NEW = 4, 64
+RIGHT = (156, 100, 145, 75, 203)  # four drafts of the trained checkpoint on the 16 held-out prompts
 
 
 @cache
@@ -43,6 +44,12 @@ def head(path: Path) -> GlmMtpHead:
 @cache
 def continuations(path: Path) -> list[list[int]]:
     return transformers_greedy(path, PROMPTS, greedy_needed(NEW, DRAFTS))
+
+
+@cache
+def trained_continuations() -> list[list[int]]:
+    prompts = json.loads(HELD_OUT_GLM.read_text())["prompts"]
+    return transformers_greedy(TRAINED_GLM, prompts, greedy_needed(128, DRAFTS))
 
 
 # ------------------------------------------------------------------------------------------------------ the definition
@@ -230,6 +237,16 @@ def test_drafts_that_each_choose_anew_are_refused(checkpoint: Callable[..., Path
         GlmMtpHead(model)
 
 
+def test_head_of_a_trunk_whose_last_layer_takes_its_choice(checkpoint: Callable[..., Path]) -> None:
+    path = checkpoint(random_glm5_next, shared_choice=True)
+    tokens = torch.tensor([[(7 * i * i + 3 * i) % 256 for i in range(28)]])
+    hidden = hidden_states(trunk(path), tokens)
+    batched = head(path).unroll(trunk(path), tokens, hidden, 24, 3)
+    wanted = WrittenOut(path).draft(tokens[0].tolist(), hidden[0, :24], 3)
+    for got, right in zip(batched, wanted, strict=True):
+        torch.testing.assert_close(got[0, -1].double(), right, rtol=1e-4, atol=1e-4)
+
+
 def test_new_head_starts_from_the_trunk_and_shares_nothing_with_it(checkpoint: Callable[..., Path]) -> None:
     model = trunk(checkpoint(random_glm5_next))
     made, layer = GlmMtpHead(model), model.model.language_model.layers[LAYERS - 1]
@@ -239,3 +256,109 @@ def test_new_head_starts_from_the_trunk_and_shares_nothing_with_it(checkpoint: C
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
         assert all(mine[name].data_ptr() != theirs[name].data_ptr() for name in mine)
     assert all(p.requires_grad for p in made.parameters())
+
+
+# -------------------------------------------------------------------------------------------- what the histogram shows
+
+
+class PreNormRecycled(GlmMtpHead):
+    """The last norm is taken for the output projection only."""
+
+    def unroll(self, *args: Any) -> list[Tensor]:
+        norm, self.shared_head["norm"] = self.shared_head["norm"], torch.nn.Identity()
+        states = super().unroll(*args)
+        self.shared_head["norm"] = norm
+        return [norm(state) for state in states]
+
+
+class ZeroRecycled(GlmMtpHead):
+    def forward(self, model: Any, tokens: Tensor, state: Tensor, chosen: Any, cache: Any) -> tuple[Tensor, Tensor]:
+        return super().forward(model, tokens, state * (chosen is None), chosen, cache)
+
+
+class TrunkRecycled(GlmMtpHead):
+    """Every step of a chain takes the trunk's hidden state at the base."""
+
+    def forward(self, model: Any, tokens: Tensor, state: Tensor, chosen: Any, cache: Any) -> tuple[Tensor, Tensor]:
+        if chosen is None:
+            self.trunk_state = state
+        return super().forward(model, tokens, self.trunk_state, chosen, cache)
+
+
+class TokenShifted(GlmMtpHead):
+    """A position is given its own token instead of the one after it."""
+
+    def unroll(self, model: Any, tokens: Tensor, *rest: Any) -> list[Tensor]:
+        return super().unroll(model, tokens.roll(1, 1), *rest)
+
+
+class ChoiceIgnored(GlmMtpHead):
+    """Every step sees all tokens, its chain's too."""
+
+    def forward(self, model: Any, tokens: Tensor, state: Tensor, chosen: Any, cache: Any) -> tuple[Tensor, Tensor]:
+        step = 0 if chosen is None else cache.layers[0].get_seq_length() // tokens.size(1)
+        base = torch.arange(tokens.size(1))
+        context = torch.where(base <= base[:, None], base, -1)
+        own = torch.stack([base + tokens.size(1) * k for k in range(step + 1)], -1)
+        everything = torch.cat([context, own], -1).expand(len(tokens), -1, -1)
+        return super().forward(model, tokens, state, everything, cache)
+
+
+class ChainSeen(GlmMtpHead):
+    """A later step sees itself and the steps before it beside the first step's choice, at every base."""
+
+    def unroll(self, *args: Any) -> list[Tensor]:
+        whole, self.config = self.config, copy.copy(self.config)
+        self.config.index_topk = 1 << 20
+        states = super().unroll(*args)
+        self.config = whole
+        return states
+
+
+def nothing(mtp: GlmMtpHead) -> None:
+    """Leave the weights as they are."""
+
+
+def halves_of_eh_proj_swapped(mtp: GlmMtpHead) -> None:
+    mtp.eh_proj.weight.copy_(mtp.eh_proj.weight.roll(mtp.eh_proj.out_features, 1))
+
+
+def input_norms_swapped(mtp: GlmMtpHead) -> None:
+    mtp.enorm, mtp.hnorm = mtp.hnorm, mtp.enorm
+
+
+def experts_shifted(mtp: GlmMtpHead) -> None:
+    for weight in mtp.mlp.experts.parameters():
+        weight.copy_(weight.roll(1, 0))
+
+
+def pool_positions_forgotten(mtp: GlmMtpHead) -> None:
+    mtp.self_attn.indexer.index_kpool_compress_ape.zero_()
+
+
+FAULTS: dict[str, tuple[type[GlmMtpHead], Callable[[GlmMtpHead], None]]] = {
+    "pre-norm recycled": (PreNormRecycled, nothing),
+    "zero recycled": (ZeroRecycled, nothing),
+    "trunk recycled": (TrunkRecycled, nothing),
+    "token shifted": (TokenShifted, nothing),
+    "choice ignored": (ChoiceIgnored, nothing),
+    "chain seen": (ChainSeen, nothing),
+    "halves of eh_proj swapped": (GlmMtpHead, halves_of_eh_proj_swapped),
+    "input norms swapped": (GlmMtpHead, input_norms_swapped),
+    "experts shifted": (GlmMtpHead, experts_shifted),
+    "pool positions forgotten": (GlmMtpHead, pool_positions_forgotten),
+}
+
+
+@pytest.mark.parametrize("name", ["none", *FAULTS])
+def test_fault_in_the_head_changes_the_histogram(name: str) -> None:
+    kind, change = FAULTS.get(name, (GlmMtpHead, nothing))
+    model, data = trunk(TRAINED_GLM), json.loads(HELD_OUT_GLM.read_text())
+    with torch.no_grad():
+        faulty = kind(model)
+        faulty.load_state_dict(head(TRAINED_GLM).state_dict())
+        change(faulty)
+        got = simulate(model, faulty, data["prompts"], trained_continuations(), DRAFTS, new_tokens=128)
+    assert (got.histogram == RIGHT) == (name == "none"), got
+    if name == "none":
+        assert min(got.steps_by_context.values()) > 100, "both kinds of context must occur"
