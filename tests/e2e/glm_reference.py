@@ -39,6 +39,13 @@ def logits_of(model: Path, prompt: str, generated: list[int]) -> Tensor:
     return _logits(model, (*ids, *generated))[len(ids) - 1 : -1]
 
 
+def exact_logits_of(model: Path, prompt: str, generated: list[int]) -> Tensor:
+    """Return the same from transformers in fp64, rounded to fp32."""
+    reference.load(model, "float64").set_experts_implementation("eager")  # its default has no fp64 form
+    ids = prompt_ids(model, prompt)
+    return reference.logits(model, (*ids, *generated), "float64")[len(ids) - 1 : -1]
+
+
 def first_wrong(model: Path, prompt: str, generated: list[int]) -> tuple[int | None, float]:
     """Return the first token that transformers would not have chosen, and how clear its choice was up to there.
 
