@@ -1,4 +1,4 @@
-"""A writer of tiny random GLM-5.3-Flash checkpoints, named and spelled as the released one.
+"""A writer of tiny random GLM-5.3-Flash checkpoints, named and spelled as the released one, and where the trained is.
 
 Every weight is drawn: transformers' own start leaves the pool positions, the biases and the hyper-connections without
 effect. The clamp of SwiGLU is small enough to bite, 32 index heads keep the scores of pools from tying at zero, and a
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+ROOT = Path(__file__).parents[2]
+TRAINED_GLM = ROOT / "examples" / "checkpoints" / "tiny_glm5_next"
+HELD_OUT_GLM = Path(__file__).parent / "data" / "heldout_prompts_glm.json"
 
 GLM_SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -298,3 +303,13 @@ def random_glm5_next(
     config["dtype"] = config["text_config"]["dtype"] = config["vision_config"]["dtype"] = dtype
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return path
+
+
+def changed(path: Path, to: Path, **text: Any) -> Path:
+    """Copy a checkpoint with other values in the config's text part."""
+    shutil.copytree(path, to)
+    config = json.loads((to / "config.json").read_text())
+    assert text.keys() <= config["text_config"].keys()
+    config["text_config"] |= text
+    (to / "config.json").write_text(json.dumps(config))
+    return to
