@@ -1,4 +1,4 @@
-"""GLM-5.3-Flash's simulated draft layer against its definition, written out from a checkpoint's own tensors."""
+"""GLM-5.3-Flash's simulated draft layer against its definition, and stock LMDeploy against the simulation."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import AutoTokenizer
 
 from dlinfer_ext.e2e.glm_head import GlmMtpHead
 from dlinfer_ext.e2e.simulation import accepted_drafts, greedy_needed, hidden_states, load_head, simulate
 
+from . import engine
 from .checkpoints import checkpoint, load_transformers, transformers_greedy
+from .engine import assert_identical
 from .glm_checkpoints import HELD_OUT_GLM, LAYERS, TRAINED_GLM, random_glm5_next
 
 __all__ = ["checkpoint"]
@@ -27,6 +30,7 @@ __all__ = ["checkpoint"]
 PREFIX = f"model.language_model.layers.{LAYERS}."
 PROMPTS = [list(b"%d: for x in range(%d):" % (i, i))[:20] for i in range(12, 20)]
 DRAFTS, NEW = 4, 64
+MOST_DRAFTS = 7
 RIGHT = (156, 100, 145, 75, 203)  # four drafts of the trained checkpoint on the 16 held-out prompts
 
 
@@ -47,9 +51,14 @@ def continuations(path: Path) -> list[list[int]]:
 
 
 @cache
+def held_out() -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(HELD_OUT_GLM.read_text())
+    return data
+
+
+@cache
 def trained_continuations() -> list[list[int]]:
-    prompts = json.loads(HELD_OUT_GLM.read_text())["prompts"]
-    return transformers_greedy(TRAINED_GLM, prompts, greedy_needed(128, DRAFTS))
+    return transformers_greedy(TRAINED_GLM, held_out()["prompts"], greedy_needed(128, MOST_DRAFTS))
 
 
 # ------------------------------------------------------------------------------------------------------ the definition
@@ -307,12 +316,20 @@ class ChoiceIgnored(GlmMtpHead):
 class ChainSeen(GlmMtpHead):
     """A later step sees itself and the steps before it beside the first step's choice, at every base."""
 
+    seen_up_to = 1 << 20  # tokens
+
     def unroll(self, *args: Any) -> list[Tensor]:
         whole, self.config = self.config, copy.copy(self.config)
-        self.config.index_topk = 1 << 20
+        self.config.index_topk = self.seen_up_to
         states = super().unroll(*args)
         self.config = whole
         return states
+
+
+class ChainHidden(ChainSeen):
+    """A later step never sees itself, not even where the first had nothing to choose."""
+
+    seen_up_to = 0
 
 
 def nothing(mtp: GlmMtpHead) -> None:
@@ -350,15 +367,87 @@ FAULTS: dict[str, tuple[type[GlmMtpHead], Callable[[GlmMtpHead], None]]] = {
 }
 
 
+def as_head(kind: type[GlmMtpHead]) -> GlmMtpHead:
+    """Return the trained head as another kind."""
+    made = kind(trunk(TRAINED_GLM))
+    made.load_state_dict(head(TRAINED_GLM).state_dict())
+    return made
+
+
 @pytest.mark.parametrize("name", ["none", *FAULTS])
 def test_fault_in_the_head_changes_the_histogram(name: str) -> None:
     kind, change = FAULTS.get(name, (GlmMtpHead, nothing))
-    model, data = trunk(TRAINED_GLM), json.loads(HELD_OUT_GLM.read_text())
+    model = trunk(TRAINED_GLM)
+    faulty = as_head(kind)
     with torch.no_grad():
-        faulty = kind(model)
-        faulty.load_state_dict(head(TRAINED_GLM).state_dict())
         change(faulty)
-        got = simulate(model, faulty, data["prompts"], trained_continuations(), DRAFTS, new_tokens=128)
+    got = simulate(model, faulty, held_out()["prompts"], trained_continuations(), DRAFTS, new_tokens=128)
     assert (got.histogram == RIGHT) == (name == "none"), got
     if name == "none":
         assert min(got.steps_by_context.values()) > 100, "both kinds of context must occur"
+
+
+# ---------------------------------------------------------------------------------------------------------- the engine
+
+
+def engine_histogram(result: dict[str, Any], drafts: int) -> tuple[int, ...]:
+    assert set(result["accepted"]) <= {str(n) for n in range(drafts + 1)}
+    return tuple(result["accepted"].get(str(n), 0) for n in range(drafts + 1))
+
+
+CASES = [(drafts, chunk) for drafts in (1, 2, 4, 7) for chunk in (512, 32)]
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[tuple[int, int], dict[str, Any]]:
+    """Two batches of eight prompts of 64 tokens by drafts and chunk, all engines in one process."""
+    text = held_out()["text"]
+    rounds = [[{"text": t, "new": 128} for t in batch] for batch in (text[:8], text[8:])]
+    jobs = [
+        {
+            "model": str(TRAINED_GLM),
+            "drafts": drafts,
+            "engine": {"num_gpu_blocks": 64, "max_prefill_token_num": chunk},
+            "rounds": rounds,
+        }
+        for drafts, chunk in CASES
+    ]
+    return dict(zip(CASES, engine.run_many(jobs, timeout_s=500), strict=True))
+
+
+@pytest.mark.lmdeploy
+@pytest.mark.xdist_group("glm_simulation")
+@pytest.mark.parametrize(("drafts", "chunk"), CASES)
+def test_engine_accepts_exactly_the_simulated_drafts(
+    drafts: int, chunk: int, measured: dict[tuple[int, int], dict[str, Any]]
+) -> None:
+    result = measured[drafts, chunk]
+    assert_identical(result, held_out()["greedy"])
+    assert result["counters"]["verify_steps"] > 0
+    assert result["counters"]["kpool_select"] > 0
+    assert (result["counters"].get("prefill_rows_with_history", 0) > 0) == (chunk == 32)
+    assert (result["counters"].get("shared_choice", 0) > 0) == (drafts > 1)
+    want = simulate(
+        trunk(TRAINED_GLM), head(TRAINED_GLM), held_out()["prompts"], trained_continuations(), drafts, new_tokens=128
+    )
+    assert engine_histogram(result, drafts) == want.histogram
+
+
+@pytest.mark.lmdeploy
+def test_engine_accepts_exactly_the_simulated_drafts_of_prompts_of_different_length() -> None:
+    """One batch of prompts of 1 to 192 tokens: some have nothing to choose yet while others in the batch choose."""
+    t = held_out()["text"]
+    prompts = [t[0] + t[1], t[2][:7], t[3][:1], t[4][:90], t[5] + t[6] + t[7], t[8][:40]]
+    tokenizer = AutoTokenizer.from_pretrained(TRAINED_GLM)
+    ids = [tokenizer(prompt).input_ids for prompt in prompts]
+    assert len({len(i) for i in ids}) == len(ids)
+    assert sum(len(i) < 24 for i in ids) >= 2
+    greedy = transformers_greedy(TRAINED_GLM, ids, greedy_needed(48, DRAFTS))
+    result = engine.run(TRAINED_GLM, [prompts], tokens=48, drafts=DRAFTS, max_prefill_token_num=32)
+    assert_identical(result, [g[:48] for g in greedy])
+    assert result["counters"]["prefill_rows_with_history"] > 0
+    want = simulate(trunk(TRAINED_GLM), head(TRAINED_GLM), ids, greedy, DRAFTS, new_tokens=48)
+    assert engine_histogram(result, DRAFTS) == want.histogram
+    for kind in (ChainSeen, ChainHidden):
+        other = simulate(trunk(TRAINED_GLM), as_head(kind), ids, greedy, DRAFTS, new_tokens=48)
+        assert other.histogram != want.histogram, "the prompts do not show which tokens a chain sees"
