@@ -37,6 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "older spelling": {"spelling": "full_attention", "legacy_linear": True},
     "older softplus": {"lower_bound": None, "legacy_linear": True},
     "bf16": {"dtype": "bfloat16"},
+    "shared choice": {"shared_choice": True},
 }
 PROMPTS = [list(b"def read(self):"), list(b"0123456789abcde"), list(b"  return x + 1.  # and so on" * 4)]
 NEW = 40
@@ -65,13 +66,20 @@ STREAMS = tuple(f"hc_{site}_{part}" for site in ("attn", "ffn") for part in ("fn
 DRAFT = tuple(f"{part}.weight" for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
 
 
-def released_names(mtp: bool) -> set[str]:
+def sparse_layers(options: dict[str, Any]) -> tuple[int, ...]:
+    return (3, 6, 7) if options.get("shared_choice") else (3, 7)
+
+
+def released_names(options: dict[str, Any]) -> set[str]:
     """Return the names of the text weights as the release has them."""
     names = {f"{TEXT}.embed_tokens.weight", f"{TEXT}.norm.weight", "lm_head.weight"}
     for layer in range(LAYERS):
-        parts = (*(DSA if layer % 4 == 3 else KDA), *(DENSE if layer < 3 else SPARSE), *NORMS, *STREAMS)
+        attention = DSA if layer in sparse_layers(options) else KDA
+        parts = (*attention, *(DENSE if layer < 3 else SPARSE), *NORMS, *STREAMS)
         names |= {f"{TEXT}.layers.{layer}.{part}" for part in parts}
-    if mtp:
+    if options.get("shared_choice"):
+        names = {name for name in names if f".{LAYERS - 1}.self_attn.indexer." not in name}
+    if options.get("mtp", True):
         names |= {f"{TEXT}.layers.{LAYERS}.{part}" for part in (*DSA, *SPARSE, *NORMS, *DRAFT)}
     return names
 
@@ -82,7 +90,7 @@ def test_checkpoint_loads_whole(name: str, checkpoint: Callable[..., Path], tmp_
     path = checkpoint(random_glm5_next, **options)
     weights = load_file(path / "model.safetensors")
     text = {weight for weight in weights if not weight.startswith("model.visual.")}
-    assert text == released_names(options.get("mtp", True))
+    assert text == released_names(options)
     dtype = getattr(torch, options.get("dtype", "float32"))
     assert {k: w.dtype for k, w in weights.items()} == {
         k: torch.float32 if k.endswith(FP32) else dtype for k in weights
@@ -106,8 +114,10 @@ def test_config_means_the_same_in_every_spelling(name: str, checkpoint: Callable
     options = OPTIONS[name]
     path = checkpoint(random_glm5_next, **options)
     written = json.loads((path / "config.json").read_text())
-    kinds = ["linear_attention"] * 3 + [options.get("spelling", "deepseek_sparse_attention")]
-    assert written["text_config"]["layer_types"] == kinds * 2
+    spelling, sparse = options.get("spelling", "deepseek_sparse_attention"), sparse_layers(options)
+    assert written["text_config"]["layer_types"] == [
+        spelling if layer in sparse else "linear_attention" for layer in range(LAYERS)
+    ]
     assert ("linear_attn_config" in written["text_config"]) == options.get("legacy_linear", False)
     assert ("linear_head_dim" in written["text_config"]) != options.get("legacy_linear", False)
     assert written["text_config"]["num_nextn_predict_layers"] == int(options.get("mtp", True))
@@ -115,7 +125,9 @@ def test_config_means_the_same_in_every_spelling(name: str, checkpoint: Callable
     assert written["architectures"] == ["Glm5NextForConditionalGeneration"]
 
     config = transformers.AutoConfig.from_pretrained(path).text_config
-    assert config.layer_types == (["linear_attention"] * 3 + ["indexed_attention"]) * 2
+    assert [i for i, kind in enumerate(config.layer_types) if kind == "indexed_attention"] == list(sparse)
+    assert set(config.layer_types) == {"linear_attention", "indexed_attention"}
+    assert config.indexer_types == ["full"] * 7 + ["shared" if options.get("shared_choice") else "full"]
     assert config.linear_head_dim == options.get("linear_head_dim", 16)
     assert config.linear_num_heads == 4
     assert config.linear_lower_bound == options.get("lower_bound", -5.0)
