@@ -29,6 +29,8 @@ indexer: Any = importlib.import_module("dlinfer_ext.kernels.kpool_indexer.eager"
 latent: Any = importlib.import_module("dlinfer_ext.kernels.latent_attention.eager")
 dense: Any = importlib.import_module("dlinfer_ext.kernels.latent_attention.dense_eager")
 sparse: Any = importlib.import_module("dlinfer_ext.kernels.latent_attention.sparse_eager")
+hyper: Any = importlib.import_module("dlinfer_ext.kernels.hyper_connection.eager")
+moe: Any = importlib.import_module("dlinfer_ext.kernels.clamped_moe.eager")
 
 
 def ring_gather_from_packed_batch() -> None:
@@ -312,6 +314,85 @@ def operands_through_fp16() -> None:
     conv.run = faulty
 
 
+def hyper_connection_epsilons_swapped() -> None:
+    """Put the epsilon of the streams' weights into the root of their norm (code written for equal epsilons)."""
+    original: Callable[..., tuple[Tensor, ...]] = hyper.hyper_connection_pre
+
+    def pre(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_eps: float, eps: float, iters: int) -> Any:
+        return original(streams, fn, scale, base, eps, norm_eps, iters)
+
+    hyper.hyper_connection_pre = pre
+
+
+def hyper_connection_sigmoid_not_doubled() -> None:
+    """Write a block's output with sigmoid where twice that is wanted."""
+    original: Callable[..., tuple[Tensor, Tensor, Tensor]] = hyper.hyper_connection_pre
+
+    def pre(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        x, post, comb = original(*args)
+        return x, post / 2, comb
+
+    hyper.hyper_connection_pre = pre
+
+
+def hyper_connection_not_transposed() -> None:
+    """Sum over the second index of the combination."""
+    original: Callable[..., Tensor] = hyper.hyper_connection_post
+
+    def post(x: Tensor, streams: Tensor, weights: Tensor, comb: Tensor) -> Tensor:
+        return original(x, streams, weights, comb.transpose(1, 2).contiguous())
+
+    hyper.hyper_connection_post = post
+
+
+def hyper_connection_rows_for_columns() -> None:
+    """Normalise a row where a column is wanted and the other way round; softmax stays one of rows."""
+
+    def combination(logits: Tensor, eps: float, iters: int) -> Tensor:
+        comb = torch.softmax(logits, dim=1) + eps
+        comb = comb / (comb.sum(1, keepdim=True) + eps)
+        for _ in range(iters - 1):
+            comb = comb / (comb.sum(0, keepdim=True) + eps)
+            comb = comb / (comb.sum(1, keepdim=True) + eps)
+        return comb.permute(2, 0, 1)
+
+    hyper.combination = combination
+
+
+def hyper_connection_last_columns_left_out() -> None:
+    """End with the rows of the last round."""
+    original: Callable[..., Tensor] = hyper.combination
+
+    def combination(logits: Tensor, eps: float, iters: int) -> Tensor:
+        comb = original(logits, eps, max(1, iters - 1))
+        return comb / (comb.sum(2, keepdim=True) + eps)
+
+    hyper.combination = combination
+
+
+def swiglu_not_clamped() -> None:
+    """Leave the clamp out, as an expert layer that ignores its activation's name does."""
+    original: Callable[..., Tensor] = moe.clamped_silu_and_mul
+    moe.clamped_silu_and_mul = lambda x, limit: original(x, float("inf"))
+
+
+def swiglu_clamped_after_silu() -> None:
+    """Clamp what SiLU gives instead of what it gets."""
+
+    def unit(x: Tensor, limit: float) -> Tensor:
+        gate, up = x.float().chunk(2, dim=-1)
+        gate = torch.nn.functional.silu(gate).clamp(max=limit)
+        return (gate * up.clamp(-limit, limit)).to(x.dtype)
+
+    moe.clamped_silu_and_mul = unit
+
+
+def swiglu_gate_clamped_from_below() -> None:
+    """Clamp the gate on both sides, as up is."""
+    original: Callable[..., Tensor] = moe.clamped_silu_and_mul
+    moe.clamped_silu_and_mul = lambda x, limit: original(x.clamp(min=-limit), limit)
+
+
 FAULTS: Final[dict[str, Callable[[], None]]] = {
     f.__name__: f
     for f in (
@@ -325,6 +406,14 @@ FAULTS: Final[dict[str, Callable[[], None]]] = {
         kda_reference_at_the_middle_row,
         kda_gate_clamped,
         kda_state_stored_transposed,
+        hyper_connection_epsilons_swapped,
+        hyper_connection_sigmoid_not_doubled,
+        hyper_connection_not_transposed,
+        hyper_connection_rows_for_columns,
+        hyper_connection_last_columns_left_out,
+        swiglu_not_clamped,
+        swiglu_clamped_after_silu,
+        swiglu_gate_clamped_from_below,
         kpool_tail_without_room_for_drafts,
         kpool_open_pool_forgotten,
         kpool_position_counted_from_the_chunk,

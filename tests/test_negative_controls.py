@@ -17,6 +17,8 @@ CONV, RULE, KDA = (
     f"tests/kernels/{name}.py::" for name in ("test_causal_conv1d_faults", "test_gated_delta_rule", "test_kda")
 )
 
+HYPER, MOE = (f"tests/kernels/{name}.py::" for name in ("test_hyper_connection", "test_clamped_moe"))
+
 KPOOL, LATENT = (f"tests/kernels/{name}.py::" for name in ("test_kpool_indexer", "test_latent_attention"))
 
 
@@ -58,6 +60,43 @@ CAUGHT_BY = {
         f"{KDA}test_prefill_one_row_matches_definition[T17-VK-plain]",
         f"{KDA}test_update_equals_prefill_of_the_same_tokens[plain-VK]",
         f"{KDA}test_prefill_problems_of_peers[KV-P23-K-differs-from-V]",
+    ),
+    "hyper_connection_epsilons_swapped": (
+        f"{HYPER}test_pre_written_out",
+        f"{HYPER}test_pre_is_that_of_transformers[torch.float32-0.0001]",
+        f"{HYPER}test_both_match_the_definition[7-33-4-torch.bfloat16]",
+    ),
+    "hyper_connection_sigmoid_not_doubled": (
+        f"{HYPER}test_pre_written_out",
+        f"{HYPER}test_pre_is_that_of_transformers[torch.bfloat16-1.0]",
+    ),
+    "hyper_connection_not_transposed": (
+        f"{HYPER}test_post_written_out",
+        f"{HYPER}test_post_is_that_of_transformers",
+        f"{HYPER}test_one_stream_that_is_kept_goes_where_the_matrix_says",
+    ),
+    "hyper_connection_rows_for_columns": (
+        f"{HYPER}test_pre_written_out",
+        f"{HYPER}test_pre_is_that_of_transformers[torch.float32-1.0]",
+        f"{HYPER}test_the_combination_is_doubly_stochastic",
+    ),
+    "hyper_connection_last_columns_left_out": (
+        f"{HYPER}test_pre_written_out",
+        f"{HYPER}test_pre_is_that_of_transformers[torch.float32-1.0]",
+    ),
+    "swiglu_not_clamped": (
+        f"{MOE}test_unit_written_out[torch.float32]",
+        f"{MOE}test_unit_is_that_of_transformers",
+        f"{MOE}test_mixture_is_that_of_transformers",
+    ),
+    "swiglu_clamped_after_silu": (
+        f"{MOE}test_unit_written_out[torch.bfloat16]",
+        f"{MOE}test_mixture_is_that_of_transformers",
+    ),
+    "swiglu_gate_clamped_from_below": (
+        f"{MOE}test_unit_written_out[torch.float16]",
+        f"{MOE}test_a_gate_has_no_limit_from_below",
+        f"{MOE}test_mixture_matches_the_definition[37-torch.int64-64-32-torch.float32]",
     ),
     "kpool_tail_without_room_for_drafts": (
         f"{KPOOL}test_rejected_drafts_leave_no_trace[keep1-drafts3-T%P=3]",

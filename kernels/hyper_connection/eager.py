@@ -16,7 +16,7 @@ def _blocks(streams: Tensor) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, streams.shape[0], step))
 
 
-def _combination(logits: Tensor, eps: float, iters: int) -> Tensor:
+def combination(logits: Tensor, eps: float, iters: int) -> Tensor:
     """Return the doubly stochastic matrices [T, n, n] of logits [n, n, T].
 
     Tokens come last, so that each sum over so few streams is one over whole rows of memory.
@@ -48,7 +48,7 @@ def hyper_connection_pre(
         x[block] = torch.bmm(pre[:, None], part)[:, 0]
     post = torch.sigmoid(mixed[:, n : 2 * n] * gate_scale[1] + gate_base[n : 2 * n]).mul_(2.0)
     logits = (mixed[:, 2 * n :] * gate_scale[2] + gate_base[2 * n :]).t().reshape(n, n, tokens)
-    comb = _combination(logits, eps, sinkhorn_iters)
+    comb = combination(logits, eps, sinkhorn_iters)
     return x, post, comb.contiguous()
 
 
