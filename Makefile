@@ -3,6 +3,7 @@
 #   PYTHON=python3.11   the interpreter that makes .venv
 #   TORCH_INDEX=URL     index of PyTorch's CPU builds, where pip's default index offers CUDA builds only
 #   DRAFTS=4 PORT=23333 options of demo and serve
+#   MODEL=glm           of demo and serve: qwen (default), glm, or a folder
 #   OUT=e2e-report      where e2e and e2e-npu write their report
 PYTHON ?= python3.11
 TORCH_INDEX ?=
@@ -49,11 +50,11 @@ $(RAY)/.ray: $(VENV)/.dev requirements/ray.txt
 	@$(BIN)/python -m pip --python $(RAY)/bin/python install $(PIP_OPTIONS) -r requirements/ray.txt
 	@touch $@
 
-demo: $(VENV)/.engine ## serve the trained tiny Qwen3.5 with MTP through stock LMDeploy, ask it, check it
-	@$(BIN)/python -m dlinfer_ext demo --drafts $(DRAFTS)
+demo: $(VENV)/.engine ## serve a trained tiny model (MODEL=qwen or glm) with MTP through stock LMDeploy, ask it, check it
+	@$(BIN)/python -m dlinfer_ext demo --model $(or $(MODEL),qwen) --drafts $(DRAFTS)
 
 serve: $(VENV)/.engine ## leave the demo's server running on 127.0.0.1:$(PORT)
-	@$(BIN)/python -m dlinfer_ext demo --serve --drafts $(DRAFTS) --port $(PORT)
+	@$(BIN)/python -m dlinfer_ext demo --serve --model $(or $(MODEL),qwen) --drafts $(DRAFTS) --port $(PORT)
 
 $(VENV)/.toolchain: $(VENV)/.dev dlinfer_ext/toolchain/requirements.txt
 	@echo "[toolchain] Ascend compiler wheels in a folder of their own"

@@ -1,4 +1,4 @@
-"""`demo`: the stock LMDeploy server on the trained tiny Qwen3.5, with MTP, asked and checked."""
+"""`demo`: the stock LMDeploy server on a trained tiny model, with MTP, asked and checked."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from typing import Any
 
 from ..e2e import server as serve
 
-CHECKPOINT = Path("examples/checkpoints/tiny_qwen3_5")
-MODEL = "tiny-qwen3.5"
+CHECKPOINTS = {
+    "qwen": (Path("examples/checkpoints/tiny_qwen3_5"), "tiny-qwen3.5"),
+    "glm": (Path("examples/checkpoints/tiny_glm5_next"), "tiny-glm-5.3"),
+}
 PROMPTS = (
     "import os\nimport sys\n\ndef read_file(path):\n    with open(path) as f:\n",
     'def join(a, b):\n    """Join two or more pathname components',
@@ -34,7 +36,8 @@ class Answer:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, default=CHECKPOINT, help="checkpoint folder (default: the trained one)")
+    names = " or ".join(CHECKPOINTS)
+    parser.add_argument("--model", default="qwen", help=f"{names} (the trained ones), or a checkpoint folder")
     parser.add_argument("--drafts", type=int, default=4, help="draft tokens per step (default 4; 0 turns MTP off)")
     parser.add_argument("--tokens", type=int, default=80, help="tokens to generate per prompt (default 80)")
     parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
@@ -43,20 +46,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if not (args.model / "config.json").is_file():
-        print(f"demo: {args.model} holds no config.json; run from the root or pass --model", file=sys.stderr)
+    path, name = CHECKPOINTS.get(args.model, (Path(args.model), Path(args.model).name))
+    if not (path / "config.json").is_file():
+        print(f"demo: {path} holds no config.json; run from the root or pass --model", file=sys.stderr)
         return 1
     port = args.port or serve.free_port()
-    line = serve.command(args.model.resolve(), MODEL, port, args.drafts)
+    line = serve.command(path.resolve(), name, port, args.drafts)
     say = (lambda *_: None) if args.json else print
     say("$ DLINFER_EXT_VENDOR=cpu DLINFER_EXT_CPU_DTYPE=float32 lmdeploy " + " ".join(map(str, line[3:])))
     started = time.monotonic()
     try:
-        with serve.serving(line, MODEL, port, serve.environment()) as server:
+        with serve.serving(line, name, port, serve.environment()) as server:
             say(f"server up in {time.monotonic() - started:.1f} s at {server.url}")
             if args.serve:
                 return _leave_running(server)
-            report = _ask(server, args)
+            report = _ask(server, path, args)
     except RuntimeError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
@@ -66,11 +70,11 @@ def run(args: argparse.Namespace) -> int:
     return 0 if ok else 1
 
 
-def _ask(server: serve.Server, args: argparse.Namespace) -> dict[str, Any]:
+def _ask(server: serve.Server, path: Path, args: argparse.Namespace) -> dict[str, Any]:
     from openai import OpenAI
 
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120)
-    expected = _transformers(args.model, args.tokens)
+    expected = _transformers(path, args.tokens)
     answers = []
     for prompt, want in zip(PROMPTS, expected, strict=True):
         start = time.monotonic()
@@ -106,26 +110,12 @@ def _generate(server: serve.Server, prompt: str, tokens: int) -> list[int]:
 
 def _transformers(checkpoint: Path, tokens: int) -> list[list[int]]:
     """Return the greedy continuations by transformers in fp32."""
-    import torch
-    import transformers
-    from transformers import AutoTokenizer, Qwen3_5ForConditionalGeneration
+    from transformers import AutoTokenizer
 
-    transformers.logging.set_verbosity_error()  # it advises CUDA packages
-    transformers.utils.logging.disable_progress_bar()
+    from ..e2e.reference import greedy
+
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    model = Qwen3_5ForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    # `ignore_eos` masks the end token in LMDeploy, so it is never chosen here either.
-    model.generation_config.suppress_tokens = [model.generation_config.eos_token_id]
-    model.generation_config.eos_token_id = None
-    outputs = []
-    for prompt in PROMPTS:
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-        with torch.no_grad():
-            out = model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False
-            )
-        outputs.append(out[0, ids.size(1) :].tolist())
-    return outputs
+    return greedy(checkpoint, [tokenizer(prompt).input_ids for prompt in PROMPTS], tokens)
 
 
 def _acceptance(server: serve.Server, drafts: int, patience_s: float = 10) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def test_demo_fails_on_any_no(
 
     monkeypatch.setattr(demo, "_ask", ask)
     monkeypatch.setattr("dlinfer_ext.e2e.server.serving", lambda *_: nullcontext(SimpleNamespace(url="")))
-    assert main(["demo", "--json", "--model", str(ROOT / demo.CHECKPOINT)]) == code
+    assert main(["demo", "--json", "--model", str(ROOT / demo.CHECKPOINTS["qwen"][0])]) == code
     assert json.loads(capsys.readouterr().out)["accepted"] == accepted
 
 

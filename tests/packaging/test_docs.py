@@ -151,7 +151,8 @@ def test_limits_are_those_of_the_tests(tree: Path) -> None:
     section = read(tree / "operators.md").rpartition("| fp32 | bf16 | fp16 |")[2]
     rows = re.findall(r"^\| [^|`]+ \| (\S+) \| (\S+) \| (\S+) \|$", section, re.MULTILINE)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    wanted = [tuple(TOLERANCE[f, d] for d in dtypes) for f in ("conv", "delta_rule", "kda", "norm")]
+    families = ("conv", "delta_rule", "kda", "norm", "kpool", "latent", "hyper_connection", "clamped_moe")
+    wanted = [tuple(TOLERANCE[f, d] for d in dtypes) for f in families]
     assert [tuple(map(float, row)) for row in rows if "---" not in row] == wanted
     assert len(TOLERANCE) == len(wanted) * len(dtypes)
 
