@@ -560,6 +560,31 @@ def test_update_problems_of_peers(case: str, v_first: bool) -> None:
     check_update(2, **given, v_first=v_first)
 
 
+@pytest.mark.parametrize("v_first", ORIENTATIONS)
+@pytest.mark.parametrize("form", ["prefill", "update"])
+def test_what_lies_behind_the_keys_is_not_read(form: str, v_first: bool) -> None:
+    """P27: K = 60 in lanes of 64, with NaN behind each head's keys and values."""
+    dims, rows = Dims(1, 2, 60, 20), 3
+
+    def among_nan(y: Tensor) -> Tensor:
+        wide = torch.full((*y.shape[:-1], 64), NAN)
+        wide[..., : y.shape[-1]] = y
+        return wide[..., : y.shape[-1]]
+
+    x = make_inputs([rows], dims)
+    x = Inputs(*(among_nan(y) for y in x[:4]), x.beta)
+    pool, _ = make_pool(rows, dims, v_first=v_first)
+    pool = among_nan(pool)
+    want_pool, cu = pool.double(), torch.arange(rows + 1)
+    want = reference.kda(*x, want_pool, cu_seqlens=cu, state_v_first=v_first)
+    if form == "prefill":
+        o = kda(*x, pool, cu_seqlens=cu, state_v_first=v_first)
+    else:
+        o = kda_update(*(y[:, None] for y in x), pool, state_v_first=v_first)[:, 0]
+    assert_close("o", o, want, FP32)
+    assert_close("pool", pool, want_pool, FP32)
+
+
 def test_padding_of_a_bucket_is_neutral() -> None:
     """5 tokens padded to 8, by k = beta = g = 0 or through cu_seqlens, leave the state of 5 tokens."""
     x = make_inputs([8])
