@@ -580,7 +580,7 @@ def test_what_lies_behind_the_keys_is_not_read(form: str, v_first: bool) -> None
     if form == "prefill":
         o = kda(*x, pool, cu_seqlens=cu, state_v_first=v_first)
     else:
-        o = kda_update(*(y[:, None] for y in x), pool, state_v_first=v_first)[:, 0]
+        o = kda_update(*Inputs(*(y[:, None] for y in x)), pool, state_v_first=v_first)[:, 0]
     assert_close("o", o, want, FP32)
     assert_close("pool", pool, want_pool, FP32)
 
