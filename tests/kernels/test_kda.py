@@ -572,7 +572,7 @@ def test_what_lies_behind_the_keys_is_not_read(form: str, v_first: bool) -> None
         return wide[..., : y.shape[-1]]
 
     x = make_inputs([rows], dims)
-    x = Inputs(*(among_nan(y) for y in x[:4]), x.beta)
+    x = Inputs(among_nan(x.q), among_nan(x.k), among_nan(x.v), among_nan(x.g), x.beta)
     pool, _ = make_pool(rows, dims, v_first=v_first)
     pool = among_nan(pool)
     want_pool, cu = pool.double(), torch.arange(rows + 1)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from . import Case, launcher
 
 # A step reads q and k once for each block of value channels, and so a decay per channel; all else once.
 _BYTES_LIMIT = 1.03
-_DEFINITIONS = {
+_DEFINITIONS: Final[Mapping[str, Callable[..., Any]]] = {
     "gated_delta_rule_update": gdn.gated_delta_rule_update,
     "sigmoid_gating_delta_rule_update": gdn.sigmoid_gating_delta_rule_update,
     "kda_update": kda.kda_update,
