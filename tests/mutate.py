@@ -28,6 +28,7 @@ from dlinfer_ext.e2e.results import ScenarioReport
 from dlinfer_ext.e2e.scenario import Scenario, find, load
 from dlinfer_ext.e2e.target import Target
 from tests.e2e.checkpoints import random_qwen3_5
+from tests.e2e.glm_checkpoints import TRAINED_GLM, random_glm5_next
 from tests.engine_faults import plant
 
 ROOT: Final = Path(__file__).parents[1]
@@ -49,7 +50,7 @@ class Cut:
         draws: of a law; None is the scenario's.
         model: "random" or "trained". A state that is lost changes the text of the random one within a few tokens; that
             of the trained one, which has its attention to go by, may not change at all. The trained one's drafts are
-            accepted as often as a real one's.
+            accepted as often as a real one's. "random_glm" and "trained_glm" are GLM-5.3-Flash, the others Qwen3.5.
     """
 
     scenario: str
@@ -58,7 +59,7 @@ class Cut:
     rounds: int | None = None
     tokens: int | None = None
     draws: int | None = None
-    model: Literal["random", "trained"] = "random"
+    model: Literal["random", "trained", "random_glm", "trained_glm"] = "random"
 
     def load(self) -> Scenario:
         """Return the scenario with one run left."""
@@ -92,6 +93,11 @@ PADDED: Final = Cut("padded_batch", 4)
 RANKS: Final = Cut("two_ranks", 3)
 LAW: Final = Cut("sampling", 2, draws=800)
 PREEMPTED: Final = Cut("preemption", 0, model="trained")
+GLM: Final = Cut("short_beside_long", 4, rounds=1, model="random_glm")
+GLM_TAILS: Final = Cut("short_tails", 4, model="random_glm")
+# Prompts of 449 tokens: what is kept of one ends within a block and within a pool.
+GLM_PREFIX: Final = Cut("prefix_cache", 0, (("max_prefill_token_num", 512),), rounds=2, model="random_glm")
+GLM_EXACT: Final = Cut("acceptance", 4, (("max_prefill_token_num", 512),), model="trained_glm")
 
 CAUGHT_BY: Final[dict[str, Cut]] = {
     "ring_gather_from_packed_batch": BESIDE,
@@ -148,6 +154,18 @@ CAUGHT_BY: Final[dict[str, Cut]] = {
     "draft_history_not_rewound": EXACT,
     "draft_projection_halves_swapped": EXACT,
     "draft_carry_between_chunks_lost": EXACT_CHUNKS,
+    "swiglu_not_clamped": GLM,
+    "kda_state_a_hundredth_too_small": GLM,
+    "kda_state_of_a_prompt_transposed": GLM,
+    "kda_chunk_drops_convolution_history": GLM_TAILS,
+    "streams_mixed_by_the_transpose": GLM,
+    "open_pool_forgotten": GLM,
+    "selection_ignored": GLM,
+    "tail_without_room_for_drafts": GLM,
+    "tail_left_behind_by_a_copied_block": GLM_PREFIX,
+    "draft_hidden_before_the_final_norm": GLM_EXACT,
+    "draft_chooses_anew": GLM_EXACT,
+    "draft_goes_by_the_last_rows_choice": GLM_EXACT,
 }
 
 
@@ -244,7 +262,12 @@ def run_all(faults: Sequence[str], jobs: int, say: Callable[[str], None]) -> lis
         return done
 
     with remembered_references(), tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-        models = {"trained": TRAINED, "random": random_qwen3_5(Path(folder))}
+        models = {
+            "trained": TRAINED,
+            "random": random_qwen3_5(Path(folder) / "qwen3_5"),
+            "trained_glm": TRAINED_GLM,
+            "random_glm": random_glm5_next(Path(folder) / "glm5_next"),
+        }
         return list(pool.map(one, pairs))
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 from dlinfer_ext.framework.lmdeploy import counters
 
 VARIABLE: Final = "ENGINE_FAULT"
-GROUPS: Final = ("operators", "adapter", "sampler", "host", "drafts")
+GROUPS: Final = ("operators", "adapter", "sampler", "host", "drafts", "glm")
 SHARED: Final = ("causal_conv1d.eager", "gated_delta_rule.eager", "common.delta_chunks", "common.delta_steps")
 _planted: list[str] = []
 
