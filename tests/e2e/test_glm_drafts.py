@@ -52,21 +52,30 @@ CASES: Final = {
 Result = tuple[Path, dict[str, Any], list[dict[str, Any]]]
 
 
+def random_layer(write: Callable[..., Path]) -> Path:
+    """Write the checkpoint whose draft layer is drawn like every other."""
+    return write(random_glm5_next, index_topk=CASES["random layer"].topk, good_mtp=False)
+
+
+def job(name: str, model: Path) -> dict[str, Any]:
+    """Return a case as a job of an engine."""
+    case = CASES[name]
+    rounds = [[{"text": p, "new": TOKENS} for p in batch] for batch in ROUNDS]
+    config = {"num_gpu_blocks": 64} | case.engine
+    return {"model": str(model), "drafts": case.drafts, "engine": config, "rounds": rounds}
+
+
 @pytest.fixture(scope="module")
 def results(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:  # noqa: F811
     folder = tmp_path_factory.mktemp("drafts")
 
     def model(case: Case) -> Path:
         if case.model == "random":
-            return checkpoint(random_glm5_next, index_topk=case.topk, good_mtp=False)
+            return random_layer(checkpoint)
         return TRAINED_GLM if case.topk == 32 else changed(TRAINED_GLM, folder / "model", index_topk=case.topk)
 
     models = [model(case) for case in CASES.values()]
-    rounds = [[{"text": p, "new": TOKENS} for p in batch] for batch in ROUNDS]
-    jobs = [
-        {"model": str(m), "drafts": c.drafts, "engine": {"num_gpu_blocks": 64} | c.engine, "rounds": rounds}
-        for m, c in zip(models, CASES.values(), strict=True)
-    ]
+    jobs = [job(name, m) for name, m in zip(CASES, models, strict=True)]
     log = folder / "drafts.json"
     done = engine.run_many(jobs, env={"E2E_DRAFTS": str(log)}, plugins=("tests.e2e.draft_log",))
     logs = json.loads(log.read_text(encoding="utf-8"))
