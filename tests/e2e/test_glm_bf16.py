@@ -28,6 +28,10 @@ GAP: Final = 0.75  # logits that a chosen token may be below transformers' best 
 TOKENS: Final = 24
 
 
+def tame(write: Callable[..., Path]) -> Path:
+    return write(random_glm5_next, dtype="bfloat16", residual=0.4)
+
+
 def run(model: Path, **more: Any) -> list[dict[str, Any]]:
     rounds = [[{"text": p, "new": TOKENS} for p in PROMPTS]]
     config = {"num_gpu_blocks": 64, "max_prefill_token_num": 64}
@@ -57,7 +61,7 @@ def measure(model: Path, result: dict[str, Any]) -> tuple[float, float, float]:
 
 
 def test_logits_and_tokens(checkpoint: Callable[..., Path]) -> None:  # noqa: F811
-    model = checkpoint(random_glm5_next, dtype="bfloat16", residual=0.4)
+    model = tame(checkpoint)
     plain, drafts = run(model)
     for result in (plain, drafts):
         assert result["counters"]["prefill_rows_with_history"] > 0

@@ -12,13 +12,13 @@ from typing import Final
 
 import pytest
 
-from tests.e2e import engine, test_glm_drafts, test_glm_engine
+from tests.e2e import engine, test_glm_bf16, test_glm_drafts, test_glm_engine
 from tests.e2e.checkpoints import checkpoint  # noqa: F401
 from tests.e2e.glm_checkpoints import random_glm5_next
 from tests.e2e.glm_reference import assert_greedy
 from tests.engine_faults import glm, plant
 
-pytestmark = [pytest.mark.lmdeploy, pytest.mark.long]
+pytestmark = [pytest.mark.lmdeploy]
 PLANT: Final = "tests.engine_faults.plant"
 # Fault -> the case of test_glm_engine.py whose tokens it changes.
 TOKENS: Final = {
@@ -39,6 +39,7 @@ def test_every_fault_of_the_model_has_a_control() -> None:
     assert {*TOKENS, *DRAFTS} == {fault.__name__ for fault in glm.FAULTS}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["", *TOKENS])
 def test_fault_shows_in_the_tokens(fault: str, checkpoint: Callable[..., Path]) -> None:  # noqa: F811
     _, case = test_glm_engine.CASES[TOKENS.get(fault, "prefix cache")]
@@ -53,6 +54,7 @@ def test_fault_shows_in_the_tokens(fault: str, checkpoint: Callable[..., Path]) 
         assert_greedy(model, rounds, result, case.tokens)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["", *DRAFTS])
 def test_fault_shows_in_the_drafts_alone(fault: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:  # noqa: F811
     name, log = "random layer", tmp_path / "drafts.json"
@@ -67,3 +69,12 @@ def test_fault_shows_in_the_drafts_alone(fault: str, checkpoint: Callable[..., P
     assert bool(wrong) == bool(fault)
     if fault:
         assert result["counters"][f"fault.{fault}"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["swiglu_not_clamped", "kda_state_of_a_prompt_transposed", "open_pool_forgotten"])
+def test_fault_shows_in_bf16(fault: str, checkpoint: Callable[..., Path]) -> None:  # noqa: F811
+    model = test_glm_bf16.tame(checkpoint)
+    for result in test_glm_bf16.run(model, plugins=(PLANT,), env={plant.VARIABLE: fault}):
+        ours, theirs, _ = test_glm_bf16.measure(model, result)
+        assert ours > test_glm_bf16.LIMIT * theirs, f"RMS error {ours:.4f}, transformers' own {theirs:.4f}"

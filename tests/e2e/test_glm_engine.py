@@ -160,8 +160,9 @@ def outcome(checkpoint: Callable[..., Path]) -> Callable[[str], Result]:  # noqa
 
 
 def named(*names: str) -> list[Any]:
-    """Return cases as parameters, those of a group for one worker."""
-    return [pytest.param(n, marks=pytest.mark.xdist_group(f"glm-{CASES[n][0]}"), id=n) for n in names]
+    """Return cases as parameters, those of a group for one worker; ranks find each other at a port."""
+    workers = {name: "ports" if group == "ranks" else f"glm-{group}" for name, (group, _) in CASES.items()}
+    return [pytest.param(n, marks=pytest.mark.xdist_group(workers[n]), id=n) for n in names]
 
 
 def with_drafts() -> list[Any]:
