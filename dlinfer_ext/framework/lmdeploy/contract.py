@@ -19,6 +19,7 @@ from typing import Any, Final
 
 BACKENDS: Final = "lmdeploy.pytorch.backends"
 ASCEND: Final = "lmdeploy.pytorch.backends.dlinfer.ascend"
+PARSERS: Final = "lmdeploy.serve.parsers"
 MIXIN: Final = "lmdeploy.pytorch.models.utils.cudagraph"
 
 
@@ -31,7 +32,7 @@ class Seam:
     """One function, class or set of fields of the host.
 
     Attributes:
-        hook: the hook it belongs to (H1 … H14, docs/en/hosts.md).
+        hook: the hook it belongs to (H1 … H16, docs/en/hosts.md).
         module: dotted module name.
         name: qualified name in it.
         parameters: the parameter names in order for a function ("*" and "**" included), the annotated fields needed
@@ -389,6 +390,55 @@ SEAMS: Final = (
                 "the rows of a step",
             ),
         )
+    ),
+    *(
+        Seam("H16", f"{PARSERS}.{module}", name, None if parameters is None else _names(parameters), why)
+        for module, name, parameters, why in (
+            (
+                "response_parser",
+                "BaseResponseParser.set_parsers",
+                "cls reasoning_parser_name tool_parser_name tokenizer",
+                "takes ours by name and shows them the tokenizer",
+            ),
+            (
+                "response_parser",
+                "BaseResponseParser.chat_template_kwargs_from_request",
+                "cls request",
+                "extended: a switch that the template does not have is left out",
+            ),
+            ("response_parser", "BaseResponseParser.__init__", "self request", "extended"),
+            ("response_parser", "BaseResponseParser._consume_reasoning", "self", "replaced: a call ends the reasoning"),
+            ("response_parser", "BaseResponseParser._consume_plain", "self", "extended: a late end tag is left out"),
+            (
+                "response_parser",
+                "BaseResponseParser._update_reasoning_tokens",
+                "self token_ids",
+                "extended: a call ends the count too",
+            ),
+            (
+                "response_parser",
+                "BaseResponseParser._longest_open_tag_prefix_suffix",
+                "text tags",
+                "finds the beginning of a tag at the end of a piece",
+            ),
+            ("reasoning_parser.reasoning_parser", "ReasoningParser.validate_tokenizer", "cls tokenizer", "extended"),
+            ("reasoning_parser.reasoning_parser", "ReasoningParser.starts_in_reasoning_mode", "self", "true in ours"),
+            ("tool_parser.glm47_tool_parser", "Glm47ToolParser", None, "the class we derive from"),
+            (
+                "tool_parser.xml_tool_parser",
+                "XmlToolParser._consume_stream_payload",
+                "self text deltas * final",
+                "called as if more could come: what was cut off is not closed",
+            ),
+            ("tool_parser.tool_parser", "dump_tools", "request", "hands on functions, which we give their form again"),
+        )
+    ),
+    Seam(
+        "H16",
+        "lmdeploy.serve.openai.api_server",
+        "set_parsers",
+        _names("context reasoning_parser_name tool_parser_name **kwargs"),
+        "takes the response parser that is registered as default",
     ),
     Seam(
         "H14",

@@ -83,6 +83,12 @@ def _model_names(module: Any) -> str:
     return "build_rmsnorm_gated and GatedDeltaMeta are dlinfer_ext's"
 
 
+def _parsers(module: Any) -> str:
+    from .reasoning import register
+
+    return register(module)
+
+
 def _seeds(module: Any) -> str:
     from .seeds import patch_spec_agent
 
@@ -217,6 +223,14 @@ PATCHES: Final = (
         glm5_next.follow_dtype,
         "the convolution's window has another dtype than what is written to it",
         "state caches can say that they follow the activations",
+    ),
+    Patch(
+        "H16",
+        "lmdeploy.serve.parsers.response_parser",
+        _BOTH,
+        _parsers,
+        "GLM: no reasoning parser; an answer behind a call is taken for reasoning; a call that was cut off is closed",
+        "LMDeploy has a reasoning parser for GLM-4.5 and later",
     ),
     Patch(
         "H6",
