@@ -176,3 +176,32 @@ def test_a_tokenizer_without_the_tags_is_refused() -> None:
     own: Any = type("Own", (reasoning.ResponseParser,), {})
     with pytest.raises(RuntimeError, match="<think>"):
         own.set_parsers(reasoning.NAME, None, tokenizer)
+
+
+def late_end_is_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(reasoning.ResponseParser, "_consume_plain")
+
+
+def reasoning_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(reasoning.ResponseParser, "_consume_reasoning")
+
+
+def what_was_cut_off_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(reasoning.WholeCallsToolParser, "_consume_stream_payload")
+
+
+CONTROLS: Final = {
+    late_end_is_content: {"a late end"},
+    reasoning_goes_on: {"content behind it"},
+    what_was_cut_off_is_closed: {
+        name for name in ANSWERS if name.startswith("cut off") and "<tool_call>" in ANSWERS[name].text
+    },
+}
+
+
+@pytest.mark.parametrize("plant", CONTROLS, ids=lambda plant: plant.__name__)
+def test_without_a_part_of_it_answers_are_wrong(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Controls: LMDeploy's own form of each part that is extended here is caught by the answers that are about it."""
+    plant(monkeypatch)
+    wrong = {name for name, said in ANSWERS.items() if streamed(parser(), by_token(said.text)) != said}
+    assert wrong == CONTROLS[plant]

@@ -29,8 +29,9 @@ def say(module: Any) -> None:
         for row, seed in enumerate([] if seeds is None else seeds.tolist()):
             script = FOLDER / f"{seed}.json"
             if script.is_file():
-                at = int(offsets[row])
-                tokens[row] = json.loads(script.read_text())[at - STARTED.setdefault(seed, at)]
+                at, ids = int(offsets[row]), json.loads(script.read_text())
+                # The engine is a step ahead of what it knows to be the end.
+                tokens[row] = ids[min(at - STARTED.setdefault(seed, at), len(ids) - 1)]
         return tokens
 
     module.FusedLogitsProcessor.sampling = sampling
