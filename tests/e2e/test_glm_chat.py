@@ -1,6 +1,7 @@
 """GLM-5.3-Flash's chat through the stock server: prompts, reasoning, calls, and images, which are refused.
 
-What the model says is scripted, so that everything around it can be written out.
+What the model says is scripted, so that everything around it can be written out. Requests that have no script get
+transformers' greedy text, with chunks and the prefix cache on; test_glm_server.py does more of that.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ from openai import BadRequestError, OpenAI
 from PIL import Image
 from transformers import AutoTokenizer
 
+from dlinfer_ext.e2e import client
 from dlinfer_ext.e2e import server as serve
 from tests.e2e.checkpoints import checkpoint  # noqa: F401
+from tests.e2e.engine import PROMPTS as PROMPTS_OF_ENGINE
 from tests.e2e.glm_chat import random_glm5_next_chat
+from tests.e2e.glm_reference import GAP, first_wrong
+from tests.e2e.test_glm_server import assert_ran
 
 pytestmark = [pytest.mark.lmdeploy, pytest.mark.xdist_group("ports")]
 MODEL: Final = "tiny"
@@ -74,10 +79,13 @@ class Talk:
 def talk(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Talk]:  # noqa: F811
     model, script = checkpoint(random_glm5_next_chat), tmp_path_factory.mktemp("script")
     port = serve.free_port()
-    line = serve.command(model, MODEL, port, 0, ("--reasoning-parser", "glm45", "--tool-call-parser", "glm47"))
-    hook = Path(__file__).parent / "scripted"
-    with serve.serving(line, MODEL, port, serve.environment(PYTHONPATH=str(hook), E2E_SCRIPT=str(script))) as server:
+    extra = ("--enable-prefix-caching", "--prefix-cache-state-budget", "8", "--max-prefill-token-num", "64")
+    line = serve.command(model, MODEL, port, 0, ("--reasoning-parser", "glm45", "--tool-call-parser", "glm47", *extra))
+    hook, counted = Path(__file__).parent / "scripted", tmp_path_factory.mktemp("counted")
+    env = serve.environment(PYTHONPATH=str(hook), E2E_SCRIPT=str(script), DLINFER_EXT_COUNTERS=str(counted))
+    with serve.serving(line, MODEL, port, env) as server:
         yield Talk(server, model, script)
+    assert_ran(counted, 1, "kda", "kda_update", "kpool_select", "sparse_latent_attention", "prefill_rows_with_history")
 
 
 # --- the prompt -------------------------------------------------------------------------------------------------------
@@ -243,3 +251,17 @@ def test_an_image_is_refused_and_text_beside_it_is_not(talk: Talk, kind: str, st
             talk.ask("</think>so", with_picture(kind), stream=stream)
         assert [b.result().choices[0].message.content for b in beside] == ["0", "1", "2"]
     assert error.value.status_code == 400
+
+
+# --- text without a script --------------------------------------------------------------------------------------------
+
+
+def test_concurrent_requests_are_token_identical(talk: Talk) -> None:
+    prompts = [*PROMPTS_OF_ENGINE, *PROMPTS_OF_ENGINE]
+    requests = [{"text": prompt, "new": 16, "wait": 0.1 * i} for i, prompt in enumerate(prompts)]
+    answers = client.ask_all(talk.server.url, requests, 120)
+    assert [a["error"] for a in answers] == [None] * len(prompts)
+    judged = [first_wrong(talk.model, p, a["tokens"]) for p, a in zip(prompts, answers, strict=True)]
+    assert [at for at, _ in judged] == [None] * len(prompts)
+    assert [len(a["tokens"]) for a in answers] == [16] * len(prompts)
+    assert min(gap for _, gap in judged) > GAP
