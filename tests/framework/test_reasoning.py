@@ -170,6 +170,15 @@ def test_other_reasoning_parsers_are_lmdeploys() -> None:
     assert [list(tool) for tool in own(request).request.tools] == [["description", "name", "parameters"]] * 2
 
 
+def test_no_parser_is_chosen_by_itself() -> None:
+    """Not by LMDeploy and not by us: both have to be named, or all of it is content."""
+    own: Any = type("Own", (reasoning.ResponseParser,), {})
+    own.set_parsers(None, None, chat_tokenizer())
+    text = f"why</think>so{NOW}"
+    request = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "hi"}])
+    assert streamed(own(request), by_token(text)) == Said(text, None, text)
+
+
 def test_a_tokenizer_without_the_tags_is_refused() -> None:
     tokenizer = chat_tokenizer()
     tokenizer.get_vocab = dict
