@@ -12,14 +12,17 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 
 FAMILIES = ("conv", "delta_rule", "kda", "norm", "reject", "sparse")
+# A median needs three.
+LEAST_RUNS = 3
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one case measured; times in milliseconds (median of `repeats`), the rest are ratios of this run."""
+    """What one case measured; times in milliseconds (median of `runs`), the rest are ratios of this run."""
 
     name: str
     growth: str | None
+    runs: int
     ms: float
     spread: float
     baseline_ms: float | None
@@ -40,7 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("ops",), help="what to time")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains TEXT")
     parser.add_argument("--family", choices=FAMILIES, help="only one operator family")
-    parser.add_argument("--repeats", type=int, default=20, help="runs per case and side (default 20)")
+    parser.add_argument("--repeats", type=int, default=20, help="most runs per case and side (default 20)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=20.0,
+        help=f"time after which a case ends, with {LEAST_RUNS} runs or more (default 20)",
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads of torch (default 1)")
     parser.epilog = (
         "Operator and baseline run in turn, so that both see the same machine; medians are compared. "
@@ -60,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
             module = importlib.import_module(f"dlinfer_ext.cli.bench_cases.{family}")
             cases = [c for c in module.cases() if args.only in c.name]
             for case in track(cases, description=family, transient=True, disable=args.json):
-                results.append(_measure(case, args.repeats))
+                results.append(_measure(case, args.repeats, args.seconds))
     if args.json:
         print(json.dumps([asdict(r) | {"held": r.held} for r in results], indent=2))
     else:
@@ -74,20 +83,24 @@ def _milliseconds(function: Callable[[], object]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def _measure(case: object, repeats: int) -> Result:
+def _measure(case: object, repeats: int, seconds: float) -> Result:
     from .bench_cases import Case
 
     assert isinstance(case, Case)
     sides = [case.run, case.copy] + ([case.baseline] if case.baseline else [])
     for side in sides:
         side()
-    times = [[_milliseconds(side) for side in sides] for _ in range(repeats)]
+    times: list[list[float]] = []
+    end = time.monotonic() + seconds
+    while len(times) < repeats and (len(times) < LEAST_RUNS or time.monotonic() < end):
+        times.append([_milliseconds(side) for side in sides])
     columns = [sorted(column) for column in zip(*times, strict=True)]
     ms, copy_ms, *rest = (statistics.median(c) for c in columns)
-    quarter = max(1, repeats // 4)
+    quarter = max(1, len(times) // 4)
     return Result(
         name=case.name,
         growth=case.growth,
+        runs=len(times),
         ms=ms,
         spread=(columns[0][-quarter] - columns[0][quarter - 1]) / ms,
         baseline_ms=rest[0] if rest else None,
@@ -108,10 +121,11 @@ def _print(results: list[Result]) -> None:
         return f"{value:.2f}" + (f" ({sign} {limit:g})" if limit is not None else "")
 
     show(
-        ("case", "ms", "spread", "baseline ms", "times faster", "× copy", "extra memory", "held"),
+        ("case", "runs", "ms", "spread", "baseline ms", "times faster", "× copy", "extra memory", "held"),
         (
             (
                 r.name,
+                str(r.runs),
                 f"{r.ms:.3f}",
                 f"{r.spread:.0%}",
                 "" if r.baseline_ms is None else f"{r.baseline_ms:.3f}",
