@@ -230,7 +230,8 @@ def kpool_weights_before_the_relu() -> None:
 
     def scores(query: Tensor, weight: Tensor, *rest: Any) -> Tensor:
         one = (query * weight[..., None]).sum(2, keepdim=True)
-        return original(one, torch.ones_like(weight[..., :1]), *rest)
+        found: Tensor = original(one, torch.ones_like(weight[..., :1]), *rest)
+        return found
 
     original = kpool_select.pool_scores
     kpool_select.pool_scores = scores

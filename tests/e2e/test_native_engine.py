@@ -103,7 +103,7 @@ def states(value: float, prompts: set[int]) -> dict[int, Any]:
 
 def test_a_process_that_launched_nothing_is_named() -> None:
     """The controls of the comparison: a run of two ranks whose workers lack the driver gives the right tokens too."""
-    counts = {"native.update_kernel": 3, "native.gate_kernel": 0}
+    counts = {"native.delta_update_kernel": 3, "native.gate_kernel": 0}
     assert idle(counts) == [name for name in KERNELS if name != "gated_delta_rule_update"]
 
 

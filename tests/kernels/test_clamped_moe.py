@@ -286,7 +286,8 @@ def count_products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         def record(*args: Any, name: str = name, form: Any = form, **kwargs: Any) -> Tensor:
             taken.append(name)
-            return form(*args, **kwargs)
+            product: Tensor = form(*args, **kwargs)
+            return product
 
         monkeypatch.setattr(module, name, record)
     return taken
