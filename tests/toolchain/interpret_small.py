@@ -33,6 +33,15 @@ def edges() -> Tensor:
     return torch.cat([ties, special, torch.randn(85)])
 
 
+def unwritten(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """An output before a launch: bits that are no right answer, so that what a fault leaves alone never passes."""
+    return torch.full(shape, -123 if dtype == torch.bfloat16 else -1234567, dtype=dtype)
+
+
+def unwritten_like(x: Tensor) -> Tensor:
+    return unwritten(*x.shape, dtype=x.dtype)
+
+
 def same(got: Tensor, want: Tensor) -> bool:
     return torch.equal(got.nan_to_num(nan=777.0), want.nan_to_num(nan=777.0))
 
@@ -40,27 +49,27 @@ def same(got: Tensor, want: Tensor) -> bool:
 @check
 def fp32_is_rounded_to_bf16(k: Any) -> bool:
     x = edges()
-    k.copy[(1,)](x, o := torch.empty(96, dtype=torch.bfloat16), 96, B=96)
+    k.copy[(1,)](x, o := unwritten(96, dtype=torch.bfloat16), 96, B=96)
     return same(o, x.bfloat16())
 
 
 @check
 def integers_become_bf16(k: Any) -> bool:
     x = torch.arange(-40, 56) * 1001
-    k.copy[(1,)](x, o := torch.empty(96, dtype=torch.bfloat16), 96, B=96)
+    k.copy[(1,)](x, o := unwritten(96, dtype=torch.bfloat16), 96, B=96)
     return same(o, x.to(torch.bfloat16))
 
 
 @check
 def bf16_becomes_integers(k: Any) -> bool:
     x = torch.randn(96).mul(100).bfloat16()
-    k.copy[(1,)](x, o := torch.empty(96, dtype=torch.int32), 96, B=96)
+    k.copy[(1,)](x, o := unwritten(96, dtype=torch.int32), 96, B=96)
     return same(o, x.to(torch.int32))
 
 
 def product(k: Any, dtype: torch.dtype, out: torch.dtype) -> bool:
     a, b = torch.randn(16, 48).to(dtype), torch.randn(48, 24).to(dtype)
-    k.matmul[(1,)](a, b, o := torch.empty(16, 24, dtype=out), M=16, N=24, K=48)
+    k.matmul[(1,)](a, b, o := unwritten(16, 24, dtype=out), M=16, N=24, K=48)
     want = a.double() @ b.double()
     return bool(((o.double() - want).abs() <= torch.finfo(out).eps * 64 + want.abs() * torch.finfo(out).eps).all())
 
@@ -83,56 +92,56 @@ def fp32_product(k: Any) -> bool:
 @check
 def bf16_sum_of_two(k: Any) -> bool:
     a, b = edges().bfloat16(), torch.randn(96).bfloat16()
-    k.add[(1,)](a, b, o := torch.empty_like(a), 96, B=96)
+    k.add[(1,)](a, b, o := unwritten_like(a), 96, B=96)
     return same(o, a + b)
 
 
 @check
 def bf16_comparison(k: Any) -> bool:
     a, b = edges().bfloat16(), torch.randn(96).bfloat16()
-    k.less[(1,)](a, b, o := torch.empty(96, dtype=torch.int32), B=96)
+    k.less[(1,)](a, b, o := unwritten(96, dtype=torch.int32), B=96)
     return same(o, (a < b).int())
 
 
 @check
 def largest_leaves_nan_out(k: Any) -> bool:
     x = torch.tensor([1.0, float("nan"), 3.0, -2.0])
-    k.largest[(1,)](x, o := torch.empty(1), B=4)
+    k.largest[(1,)](x, o := unwritten(1), B=4)
     return o.item() == 3.0
 
 
 @check
 def largest_of_bf16(k: Any) -> bool:
     x = torch.tensor([-1.0, -3.0, -2.0, -8.0]).bfloat16()
-    k.largest[(1,)](x, o := torch.empty(1), B=4)
+    k.largest[(1,)](x, o := unwritten(1), B=4)
     return o.item() == -1.0
 
 
 @check
 def integer_sum_wraps(k: Any) -> bool:
     x = torch.full((4,), 2**30, dtype=torch.int32)
-    k.total[(1,)](x, o := torch.empty(1, dtype=torch.int64), B=4)
+    k.total[(1,)](x, o := unwritten(1, dtype=torch.int64), B=4)
     return o.item() == 0
 
 
 @check
 def truth_values_are_counted(k: Any) -> bool:
     x = torch.tensor([5, -1, 0, 7, 9, 2, 3, 1], dtype=torch.int32)
-    k.count_below[(1,)](x, o := torch.empty(1, dtype=torch.int32), 4, B=8)
+    k.count_below[(1,)](x, o := unwritten(1, dtype=torch.int32), 4, B=8)
     return o.item() == 5
 
 
 @check
 def division_rounds_towards_zero(k: Any) -> bool:
     a, b = torch.tensor([7, -7, 7, -7]), torch.tensor([2, 2, -2, -2])
-    k.divide[(1,)](a, b, q := torch.empty_like(a), r := torch.empty_like(a), B=4)
+    k.divide[(1,)](a, b, q := unwritten_like(a), r := unwritten_like(a), B=4)
     return q.tolist() == [3, -3, -3, 3] and r.tolist() == [1, -1, 1, -1]
 
 
 @check
 def loop_counter_is_a_triton_integer(k: Any) -> bool:
     x = torch.randn(40)
-    k.copy_tasks[(3,)](x, o := torch.empty(40), 40, 10, B=10)
+    k.copy_tasks[(3,)](x, o := unwritten(40), 40, 10, B=10)
     return same(o, x)
 
 
@@ -140,7 +149,7 @@ def loop_counter_is_a_triton_integer(k: Any) -> bool:
 def slots_of_a_strided_pool(k: Any) -> bool:
     storage = torch.randn(6, 3, 8)
     pool, slots = storage[:, 1], torch.tensor([4, 0, 2])
-    k.read_slots[(3,)](pool, slots, o := torch.empty(3, 8), pool.stride(0), B=8)
+    k.read_slots[(3,)](pool, slots, o := unwritten(3, 8), pool.stride(0), B=8)
     return same(o, pool[slots])
 
 
@@ -159,7 +168,7 @@ def with_room(n: int) -> Tensor:
 
 @check
 def reading_outside_is_refused(k: Any) -> bool:
-    x, o = with_room(40), torch.empty(48)
+    x, o = with_room(40), unwritten(48)
     return refused(lambda: k.copy_without_mask[(1,)](x, o, 40, B=48), "8 of 48 elements read outside every argument")
 
 
