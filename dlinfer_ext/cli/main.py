@@ -15,6 +15,7 @@ COMMANDS = {
     "verify": "run every operator that serves here against its definition",
     "bench": "time operators against public formulations of the same work, as ratios in one run",
     "e2e": "run scenarios through stock LMDeploy, speculative decoding included, and judge every token",
+    "plan": "memory of each card for a config.json: weights, states, cache blocks, and what still fits",
     "demo": "serve the trained tiny Qwen3.5 through stock LMDeploy on this CPU, ask it, and check it",
 }
 
@@ -22,7 +23,7 @@ COMMANDS = {
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m dlinfer_ext",
-        description="Gated DeltaNet operators for LMDeploy on Huawei Ascend, checkable on a CPU.",
+        description="Gated DeltaNet and KDA operators for LMDeploy on Huawei Ascend, checkable on a CPU.",
         epilog="Every command exits 0 only if what it checks holds. Variables: `env` lists DLINFER_EXT_*.",
     )
     parser.add_argument("--version", action="version", version=__version__)
