@@ -36,7 +36,7 @@ from dlinfer_ext.testing import TOLERANCE, assert_close, no_host_reads
 from tests.kernels import test_kpool_indexer as kpool_tests
 from tests.kernels import test_latent_attention as latent_tests
 from tests.kernels.delta_checks import SMALL, Dims, Inputs, entry, ints, make_pool, offsets
-from tests.kernels.page_checks import make_cache, make_pages
+from tests.kernels.page_checks import make_cache, make_pages, requests
 from tests.kernels.test_kda import channel_gate, check_prefill, check_update, drawn_gate, make_inputs, run_parts
 
 NAN: Final = float("nan")
@@ -145,9 +145,9 @@ class Request:
         generator = torch.Generator().manual_seed(9)
         x, weight, ape = (torch.randn(n, 6, generator=generator) for n in (16, WIDTH, 4))
         rows: dict[str, Any] = {"cu_seqlens": ints(0, last - first), "history_lens": ints(first)}
-        part, slot = slice(first, last), {"state_indices": self.slot}
-        conv = causal_conv1d(x[part], weight, None, self.window, **rows, **slot)
-        o = kda(*make_inputs([16]).rows(part), self.state, **rows, **slot, use_qk_l2norm=True)
+        part, slotted = slice(first, last), rows | {"state_indices": self.slot}
+        conv = causal_conv1d(x[part], weight, None, self.window, **slotted)
+        o = kda(*make_inputs([16]).rows(part), self.state, **slotted, use_qk_l2norm=True)
         kpool_update(x[part], x[part] / 2, ape, self.pools, self.tails, **rows, block_offsets=self.table)
         return conv, o, self.pools[self.table[0]]
 
@@ -314,9 +314,9 @@ def _() -> None:
     assert got[2].tolist() == [0, 1, 2] + [-1] * 2048
     assert torch.equal(got, kpool_definition.kpool_select(q, w, keys, **options, topk=topk, kpool=kpool))
 
-    latents = latent_tests.requests(pages, latent_tests.DIM)
+    latents = requests(pages, latent_tests.DIM)
     cache = latent_tests.filled(pages, latents)
-    query = pages.pack(latent_tests.requests(pages, latent_tests.HEADS, latent_tests.DIM, seed=2))
+    query = pages.pack(requests(pages, latent_tests.HEADS, latent_tests.DIM, seed=2))
     reads: dict[str, Any] = {**options, "value_dim": latent_tests.VALUE, "scale": 0.3, "indices": got}
     o = latent_attention(query, cache, **reads)
     assert_close("o", o, latent_definition.latent_attention(query, cache, **reads), TOLERANCE["latent", torch.float32])
@@ -337,8 +337,9 @@ def _() -> None:
         for block in range(pages.blocks):
             for place in range(ring):
                 got = caches.tails[block, place]
-                p = held.get((block, place))
-                assert bool(got.isnan().all()) if p is None else torch.equal(got, whole[p]), (block, place)
+                holds = held.get((block, place))
+                right = bool(got.isnan().all()) if holds is None else torch.equal(got, whole[holds])
+                assert right, (block, place)
 
 
 @reported("13-exl3-79", eager_only=True)
@@ -449,7 +450,7 @@ def _() -> None:
         return wide[..., : y.shape[-1]]
 
     x = make_inputs([3], dims)
-    x = Inputs(*(among_nan(y) for y in x[:4]), x.beta)
+    x = Inputs(among_nan(x.q), among_nan(x.k), among_nan(x.v), among_nan(x.g), x.beta)
     pool, _ = make_pool(1, dims)
     exact = pool.double()
     want = kda_definition.kda(*x, exact, cu_seqlens=ints(0, 3), history_lens=ints(1))
