@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefix-states", type=_count, default=0, help="LMDeploy's prefix_cache_state_budget")
     parser.add_argument("--max-prefill-tokens", type=_positive, default=4096, help="of one step (default: 4096)")
     parser.add_argument("--cache-max-entry-count", type=_share, default=0.8, help="LMDeploy's (default: 0.8)")
+    parser.add_argument("--language-model-only", action="store_true", help="as LMDeploy's: without a vision part")
     parser.epilog = (
         "Counted by LMDeploy's own config builders, model classes and cache planner, without a card and without "
         "weights: docs/en/plan.md. FP8 checkpoints of GLM-5.3-Flash are loaded as bf16 and counted so. What CANN and "
@@ -80,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
         prefix_states=args.prefix_states,
         max_prefill_tokens=args.max_prefill_tokens,
         cache_max_entry_count=args.cache_max_entry_count,
+        language_model_only=args.language_model_only,
     )
     install()
     try:

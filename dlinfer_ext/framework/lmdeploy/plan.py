@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class Question:
     prefix_states: int = 0
     max_prefill_tokens: int = 4096
     cache_max_entry_count: float = 0.8
+    language_model_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,12 @@ def plan(question: Question) -> Card:
                 return _plan(question, folder, method)
         except ValueError as error:
             raise PlanError(f"plan: {error}") from error
+        except AssertionError as error:
+            # LMDeploy's builders check so, mostly without words.
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            raise PlanError(
+                f"plan: LMDeploy refuses this model with --tp {question.tp}: {str(error) or at.line} ({at.name})"
+            ) from error
 
 
 @contextmanager
@@ -156,15 +164,16 @@ def _plan(question: Question, folder: Path, method: str) -> Card:
         PytorchEngineConfig(
             device_type="ascend",
             tp=question.tp,
-            dtype=question.dtype,
             max_batch_size=question.batch,
             block_size=question.block_size,
             prefix_cache_state_budget=question.prefix_states,
             enable_prefix_caching=bool(question.prefix_states),
             max_prefill_token_num=question.max_prefill_tokens,
             cache_max_entry_count=question.cache_max_entry_count,
+            language_model_only=question.language_model_only,
         )
     )
+    engine.dtype = question.dtype  # its constructor refuses fp32, which the CPU vendor can serve
     cache = ConfigBuilder.build_cache_config(engine)
     ranks = ConfigBuilder.build_dist_config(engine)
     draft: SpecDecodeConfig | None = None
