@@ -59,8 +59,9 @@ def test_a_situation_names_tests_that_exist(situation: str, collected: set[str])
 
 
 def test_numbers_have_no_gap() -> None:
-    assert [e.number for e in REPORTED] == list(range(1, 33))
-    assert len({e.link for e in REPORTED}) == 32
+    assert [e.number for e in REPORTED] == list(range(1, len(REPORTED) + 1))
+    assert len(REPORTED) >= 32
+    assert len({e.link for e in REPORTED}) == len(REPORTED)
 
 
 def test_every_numbered_case_is_in_the_register() -> None:
