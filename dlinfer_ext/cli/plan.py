@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -25,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--session-len", type=_positive, default=32768, help="tokens of a request (default: 32768)")
     parser.add_argument("--batch", type=_positive, default=256, help="LMDeploy's max_batch_size (default: 256)")
     parser.add_argument("--soc", choices=("a2", "a3", "a5"), default="a2", help="default memory of a card: 64 GiB")
-    parser.add_argument("--memory-gib", type=float, help="memory of one card; needed for a5")
-    parser.add_argument("--reserved-gib", type=float, default=2.0, help="neither weights nor caches (assumed: 2)")
+    parser.add_argument("--memory-gib", type=_gib, help="memory of one card; needed for a5")
+    parser.add_argument("--reserved-gib", type=_gib, default=2.0, help="neither weights nor caches (assumed: 2)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--block-size", type=_positive, default=64, help="tokens of a cache block (default: 64)")
     parser.add_argument("--prefix-states", type=_count, default=0, help="LMDeploy's prefix_cache_state_budget")
@@ -53,6 +54,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _gib(text: str) -> float:
+    if not 0 <= float(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}; wanted a number of GiB, 0 or more")
+    return float(text)
+
+
 def _share(text: str) -> float:
     if not 0 < float(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}; wanted a share between 0 and 1")
@@ -60,9 +67,9 @@ def _share(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    memory = args.memory_gib or MEMORY_GIB.get(args.soc)
+    memory = MEMORY_GIB.get(args.soc) if args.memory_gib is None else args.memory_gib
     if memory is None:
-        print(f"plan: --soc {args.soc} comes with different memories; wanted --memory-gib")
+        print(f"plan: --soc {args.soc} comes with different memories; wanted --memory-gib", file=sys.stderr)
         return 2
     # Nothing is allocated, so that the answer is that of a machine without a card; a card's own stays as it is.
     os.environ.setdefault("DLINFER_EXT_VENDOR", "cpu")
@@ -87,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         card = plan(question)
     except PlanError as error:
-        print(error)
+        print(error, file=sys.stderr)
         return 2
     warnings = list(advice(question, card, args.session_len))
     fits = holds(question, card, args.session_len)
