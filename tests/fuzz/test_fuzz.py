@@ -78,11 +78,11 @@ def test_every_fault_of_its_own_is_planted() -> None:
 
 def test_a_difference_comes_as_the_least_script() -> None:
     with planted("rewind_ignores_accepted_count"):
-        script = run_examples("conv-rewind", Tally({"conv-rewind": Counter()}), 7, 12, shrink=True)
+        script = run_examples("conv-rewind", Tally({"conv-rewind": Counter()}), 1, 12, shrink=True)
     steps = re.findall(r"^world\.(\w+)", script, re.MULTILINE)
-    # One to begin, one of which a draft stands, one that goes on from there; where the search ends early, one before.
-    assert steps[-3:] in (["prefill", "verify", "verify"], ["prefill", "verify", "decode"])
-    assert len(steps) <= 4
+    # One to begin, one of which a draft stands, one that goes on from there. From some seeds (2, 3, 7) the search ends
+    # with one step more, of another request.
+    assert steps in (["prefill", "verify", "verify"], ["prefill", "verify", "decode"])
 
 
 def test_too_few_steps_fail(capsys: pytest.CaptureFixture[str]) -> None:
