@@ -4,6 +4,7 @@
 #   TORCH_INDEX=URL     index of PyTorch's CPU builds, where pip's default index offers CUDA builds only
 #   DRAFTS=4 PORT=23333 options of demo and serve
 #   MODEL=glm           of demo and serve: qwen (default), glm, or a folder
+#   SEED=N              of fuzz: repeat the steps of an earlier run
 #   OUT=e2e-report      where e2e and e2e-npu write their report
 PYTHON ?= python3.11
 TORCH_INDEX ?=
@@ -20,7 +21,7 @@ PIP := $(BIN)/python -m pip install $(PIP_OPTIONS)
 export OMP_NUM_THREADS ?= 1
 export PIP_NO_WARN_SCRIPT_LOCATION = 1
 
-.PHONY: demo serve test test-long test-ray test-interpret test-native e2e e2e-npu mutate toolchain verify verify-all lint types format bench clean help
+.PHONY: demo serve test test-long test-ray test-interpret test-native fuzz fuzz-nightly e2e e2e-npu mutate toolchain verify verify-all lint types format bench clean help
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -75,6 +76,12 @@ test-interpret: $(VENV)/.toolchain ## all operator tests on the interpreted kern
 
 test-native: $(VENV)/.toolchain ## all operator tests on the native kernels
 	$(BIN)/python -m pytest -n 2 -q --route native tests/kernels tests/ops
+
+fuzz: $(VENV)/.dev ## 10,000 random steps of the operators on every layout, each against its definition; SEED=N repeats one
+	$(BIN)/python -m tests.fuzz --steps 10000 --seconds 240 $(if $(SEED),--seed $(SEED))
+
+fuzz-nightly: $(VENV)/.dev ## the same with 300,000 steps, an hour at most
+	$(BIN)/python -m tests.fuzz --steps 300000 --seconds 3600 $(if $(SEED),--seed $(SEED))
 
 mutate: $(VENV)/.dev ## each known fault planted in a running engine: a scenario of configs/e2e has to catch it
 	$(BIN)/python -m tests.mutate

@@ -37,6 +37,34 @@ nan, inf = float("nan"), float("inf")
 {lines}"""
 
 
+def replay(lines: Sequence[str]) -> Exception | None:
+    """Run a script; return what it ended with."""
+    try:
+        exec(SCRIPT.format(lines="\n".join(lines)), {})
+    except Exception as error:
+        return error
+    return None
+
+
+def least(lines: Sequence[str]) -> tuple[list[str], Exception | None]:
+    """Leave out every step without which a script still ends as it did.
+
+    Hypothesis stops at scripts from which it cannot take a step by its own moves, such as one with a step of another
+    request.
+
+    Returns:
+        the lines kept, and what they end with.
+    """
+    kept, ended = list(lines), replay(lines)
+    at = len(kept) - 1 if ended else 0
+    while at > 0:
+        fewer = kept[:at] + kept[at + 1 :]
+        if type(outcome := replay(fewer)) is type(ended):
+            kept, ended, at = fewer, outcome, len(fewer)
+        at -= 1
+    return kept, ended
+
+
 def rows_of(*numbers: st.SearchStrategy[int]) -> st.SearchStrategy[list[tuple[int, ...]]]:
     """Rows of a batch: a seat, which has one row at most, or a PAD row, and numbers."""
 
@@ -75,7 +103,7 @@ class Machine(RuleBasedStateMachine):
     layout: ClassVar[str]
     tally: ClassVar[Tally]
     # What the last world that differed was asked; after shrinking, that of the least example.
-    script: ClassVar[str] = ""
+    script: ClassVar[tuple[str, ...]] = ()
 
     @initialize(
         width=st.integers(1, 4), drafts=st.sampled_from((2, 3, 1, 0)), spare=st.integers(0, 1), flip=st.booleans()
@@ -90,7 +118,7 @@ class Machine(RuleBasedStateMachine):
         try:
             getattr(self.world, name)(*args)
         except Exception:
-            type(self).script = SCRIPT.format(lines="\n".join(self.lines))
+            type(self).script = tuple(self.lines)
             raise
         self.tally.steps[self.layout][name] += 1
 
@@ -154,7 +182,10 @@ def run_examples(layout: str, tally: Tally, number: int, examples: int, *, shrin
     except Exception as error:
         if not machine.script:
             raise
-        return machine.script + "".join(f"\n# {line}" for line in str(error).splitlines())
+        lines, ended = least(machine.script) if shrink else (machine.script, error)
+        # One that does not end so again is still the script of a difference.
+        said = str(error if ended is None else ended)
+        return SCRIPT.format(lines="\n".join(lines)) + "".join(f"\n# {line}" for line in said.splitlines())
     return ""
 
 
