@@ -32,7 +32,7 @@ class Seam:
     """One function, class or set of fields of the host.
 
     Attributes:
-        hook: the hook it belongs to (H1 … H16, docs/en/hosts.md).
+        hook: the hook it belongs to (H1 … H19, docs/en/hosts.md).
         module: dotted module name.
         name: qualified name in it.
         parameters: the parameter names in order for a function ("*" and "**" included), the annotated fields needed
@@ -439,6 +439,55 @@ SEAMS: Final = (
         "set_parsers",
         _names("context reasoning_parser_name tool_parser_name **kwargs"),
         "takes the response parser that is registered as default",
+    ),
+    Seam(
+        "H17",
+        "lmdeploy.serve.core.async_engine",
+        "AsyncEngine.preprocess",
+        None,
+        "wrapped: what it returns is checked before the engine takes it",
+    ),
+    Seam(
+        "H17",
+        "lmdeploy.serve.core.async_engine",
+        "PreprocessedRequest",
+        _names("session inputs gen_config"),
+        "fields read",
+    ),
+    Seam(
+        "H17",
+        "lmdeploy.serve.openai.endpoints.common",
+        "build_serving_generation_config",
+        _names("request server_context **extra_kwargs"),
+        "wrapped: what it asserts about is a client's error",
+    ),
+    Seam(
+        "H18",
+        "lmdeploy.pytorch.engine.executor.mp_executor",
+        "MPExecutor.release",
+        _names("self"),
+        "wrapped: workers are meant to end from here on",
+    ),
+    Seam(
+        "H18",
+        "lmdeploy.pytorch.engine.executor.mp_executor",
+        "ExecutorProc.start",
+        _names("self **kwargs"),
+        "keeps the worker's process as _proc, which is watched",
+    ),
+    Seam(
+        "H19",
+        "lmdeploy.pytorch.paging.scheduler",
+        "Scheduler.schedule_metrics",
+        None,
+        "wrapped: a server asks for it every few seconds",
+    ),
+    Seam(
+        "H19",
+        "lmdeploy.pytorch.paging.state_manager",
+        "StateManager.get_num_free",
+        _names("self"),
+        "free state slots",
     ),
     Seam(
         "H14",

@@ -14,7 +14,7 @@ from typing import Any, Final
 from wrapt.importer import when_imported
 
 from ... import envs
-from . import contract, pools, processes, scheduling
+from . import contract, paging, pools, processes, requests, scheduling
 from .models.glm5_next import register as glm5_next
 
 logger = logging.getLogger("dlinfer_ext")
@@ -231,6 +231,38 @@ PATCHES: Final = (
         _parsers,
         "GLM: no reasoning parser; an answer behind a call is taken for reasoning; a call that was cut off is closed",
         "LMDeploy has a reasoning parser for GLM-4.5 and later",
+    ),
+    Patch(
+        "H17",
+        "lmdeploy.serve.core.async_engine",
+        _BOTH,
+        requests.patch_preprocess,
+        "a token id out of the vocabulary or an empty prompt ends the engine: every client gets status 503 from then on",
+        "LMDeploy checks a request before its engine loop takes it",
+    ),
+    Patch(
+        "H17",
+        "lmdeploy.serve.openai.endpoints.common",
+        _BOTH,
+        requests.patch_settings,
+        "min_p out of its range is status 500 without a word",
+        "as above",
+    ),
+    Patch(
+        "H18",
+        "lmdeploy.pytorch.engine.executor.mp_executor",
+        _BOTH,
+        processes.patch_worker_watch,
+        "a worker that is killed leaves every answer of tp > 1 waiting for good",
+        "LMDeploy watches its workers",
+    ),
+    Patch(
+        "H19",
+        "lmdeploy.pytorch.paging.scheduler",
+        _BOTH,
+        paging.patch_metrics,
+        "nothing tells slots and blocks that were not freed from those that are in use",
+        "LMDeploy's metrics count state slots, and blocks without those of the prefix cache",
     ),
     Patch(
         "H6",

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import os
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing import connection
 from types import TracebackType
 from typing import Any
 
 from ... import envs
+
+logger = logging.getLogger("dlinfer_ext")
 
 
 class _LeftCondition:
@@ -60,3 +67,56 @@ def patch_ray_settings(module: Any) -> str:
 
     module._update_runtime_envs = update
     return "_update_runtime_envs hands on DLINFER_EXT_*"
+
+
+def end_with_a_worker(processes: Sequence[Any], closing: threading.Event, end: Callable[[str], None]) -> None:
+    """Wait until one of the workers ends; unless the executor is being closed, kill the others and call `end`.
+
+    Args:
+        processes: multiprocessing's, started.
+        closing: set when workers are meant to end.
+        end: gets what happened, in words.
+    """
+    ended = connection.wait([process.sentinel for process in processes])
+    if closing.is_set():
+        return
+    rank, process = next((i, p) for i, p in enumerate(processes) if p.sentinel in ended)
+    process.join(1)  # so that its exit code is there
+    for other in processes:
+        other.kill()  # it waits for an answer that never comes, in code that hears no other signal
+    end(f"worker {rank} (pid {process.pid}) ended with code {process.exitcode}: this engine cannot go on")
+
+
+def patch_worker_watch(module: Any) -> str:
+    """End the engine's process when a worker of the mp executor is gone.
+
+    LMDeploy hears of a worker's exceptions, by a signal that the worker sends, but not of one that is killed: the other
+    ranks wait for it, and so does every answer, for good. With the engine's process gone the server gives every client
+    an error at once, and its /health says so. As for an exception, a pipeline's process ends with code 1.
+    """
+    executor = module.MPExecutor
+    started, released = executor.__init__, executor.release
+
+    @functools.wraps(started)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        started(self, *args, **kwargs)
+        self._dlinfer_ext_closing = threading.Event()
+
+        def end(why: str) -> None:
+            logger.error("%s", why)
+            for buffer in (self.comm_buf, *self.ret_bufs):
+                with contextlib.suppress(OSError):
+                    buffer.shm.unlink()
+            os._exit(1)  # as LMDeploy does; its own clean-up would wait for locks that a killed worker may hold
+
+        processes = [worker._proc for worker in self.procs]
+        watch = (processes, self._dlinfer_ext_closing, end)
+        threading.Thread(target=end_with_a_worker, args=watch, name="worker-watch", daemon=True).start()
+
+    @functools.wraps(released)
+    def release(self: Any) -> None:
+        self._dlinfer_ext_closing.set()
+        released(self)
+
+    executor.__init__, executor.release = init, release
+    return "MPExecutor ends with any of its workers"
