@@ -52,7 +52,22 @@ ROUTE: Final = EnvVar(
 )
 STRICT: Final = EnvVar("DLINFER_EXT_STRICT", "0", ("0", "1"), "1: a route that cannot serve is an error")
 CHECK: Final = EnvVar(
-    "DLINFER_EXT_CHECK", "0", ("0", "1"), "1: also check slots, histories and acceptance, with host reads"
+    "DLINFER_EXT_CHECK",
+    "0",
+    ("0", "1"),
+    "1: also check slots, histories, acceptance, and that no NaN or infinity enters a state, with host reads",
+)
+DUMP: Final = EnvVar(
+    "DLINFER_EXT_DUMP",
+    "",
+    (),
+    "folder for dumps of what calls find and leave in the state pools, for `explain-state`; reads from the device",
+)
+DUMP_STEPS: Final = EnvVar(
+    "DLINFER_EXT_DUMP_STEPS",
+    "0-3",
+    (),
+    "steps that DLINFER_EXT_DUMP writes, such as 0-3,100 or none; a fault of DLINFER_EXT_CHECK is written in any step",
 )
 AUTOLOAD: Final = EnvVar("DLINFER_EXT_AUTOLOAD", "1", ("0", "1"), "0: `import torch` registers nothing for LMDeploy")
 CPU_DTYPE: Final = EnvVar(
@@ -83,4 +98,4 @@ COUNTERS: Final = EnvVar(
     "folder in which each process that ran a model leaves its counts and its verify steps; reads from the device",
 )
 
-ALL: Final = (VENDOR, ROUTE, STRICT, CHECK, AUTOLOAD, CPU_DTYPE, CPU_MEMORY, TOOLCHAIN, COUNTERS)
+ALL: Final = (VENDOR, ROUTE, STRICT, CHECK, DUMP, DUMP_STEPS, AUTOLOAD, CPU_DTYPE, CPU_MEMORY, TOOLCHAIN, COUNTERS)

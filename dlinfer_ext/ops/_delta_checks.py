@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from torch import Tensor
 
-from .. import envs
 from ._checks import (
     FLOATS,
     INTS,
@@ -106,57 +104,6 @@ def require_cu_seqlens(op: str, cu_seqlens: Tensor, q: Tensor) -> int:
     return cu_seqlens.shape[0] - 1
 
 
-def check_values(
-    op: str,
-    state: Tensor,
-    rows: int,
-    pad_slot_id: int,
-    state_indices: Tensor | None,
-    history_lens: Tensor | None,
-    cu_seqlens: Tensor | None,
-    num_accepted_tokens: Tensor | None = None,
-    host_lengths: Sequence[int] | None = None,
-    row_limit: int | None = None,
-) -> None:
-    """Check what only the device knows (DLINFER_EXT_CHECK=1); reads the host."""
-    lengths = [1] * rows
-    if cu_seqlens is not None:
-        offsets = cu_seqlens.tolist()
-        require(offsets[0] == 0, op, "cu_seqlens", f"{offsets[0]} at row 0", "0")
-        lengths = [b - a for a, b in pairwise(offsets)]
-        for row, n in enumerate(lengths):
-            require(n >= 0, op, "cu_seqlens", f"falling by {-n} at row {row}", "offsets that do not fall")
-            if row_limit is not None:
-                require(n <= row_limit, op, "cu_seqlens", f"{n} tokens at row {row}", f"at most {row_limit}")
-        if host_lengths is not None:
-            require(
-                list(host_lengths) == lengths, op, "host_lengths", str(list(host_lengths)), f"{lengths}, as cu_seqlens"
-            )
-    if num_accepted_tokens is not None and state_indices is not None:
-        for row, count in enumerate(num_accepted_tokens.tolist()):
-            width = state_indices.shape[1]
-            require(1 <= count <= width, op, "num_accepted_tokens", f"{count} at row {row}", f"1 to {width}")
-    if history_lens is not None:
-        for row, n in enumerate(history_lens.tolist()):
-            require(n >= 0, op, "history_lens", f"{n} at row {row}", "at least 0")
-    if state_indices is None:
-        return
-    owner: dict[int, int] = {}
-    for row, slots in enumerate(state_indices.reshape(rows, -1).tolist()):
-        for slot in slots:
-            if slot < 0 or slot == pad_slot_id or lengths[row] == 0:
-                continue
-            require(slot < state.shape[0], op, "state_indices", f"{slot} at row {row}", f"below {state.shape[0]}")
-            first = owner.setdefault(slot, row)
-            require(
-                first == row and slots.count(slot) == 1,
-                op,
-                "state_indices",
-                f"{slot} at row {row} and at row {first}",
-                "a slot of its own for each row",
-            )
-
-
 def require_update(
     op: str,
     q: Tensor,
@@ -206,11 +153,6 @@ def require_update(
             f"of {q.shape[1]} tokens per row",
             f"at most {row_limit}, the {'entries of the ring' if ring else 'columns of state_indices'}",
         )
-    if envs.CHECK.flag():
-        check_values(
-            op, state, rows, pad_slot_id, state_indices, history_lens, cu_seqlens, num_accepted_tokens,
-            row_limit=row_limit,
-        )  # fmt: skip
 
 
 def require_prompts(
@@ -239,6 +181,4 @@ def require_prompts(
             str(lengths),
             f"{rows} lengths >= 0 of at most {q.shape[0]} tokens in all",
         )
-    if envs.CHECK.flag():
-        check_values(op, state, rows, pad_slot_id, state_indices, history_lens, cu_seqlens, host_lengths=lengths)
     return lengths

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from torch import Tensor
 
-from .. import envs
 from ._checks import FLOATS, INTS, require, require_dtype, require_inference, require_same_device, require_shape
 
 
@@ -52,40 +50,4 @@ def require_rows(
             str(lengths),
             f"{rows} lengths >= 0",
         )
-    if envs.CHECK.flag():
-        room = block_offsets.shape[1] * block_size
-        limit = room if max_kv_len is None else min(room, max_kv_len)
-        _check_values(op, x.shape[0], cu_seqlens, block_offsets, history_lens, blocks, block_size, limit, lengths)
     return lengths
-
-
-def _check_values(
-    op: str,
-    tokens: int,
-    cu_seqlens: Tensor,
-    block_offsets: Tensor,
-    history_lens: Tensor,
-    blocks: int,
-    block_size: int,
-    limit: int,
-    host_lengths: list[int] | None,
-) -> None:
-    """Check what only the device knows (DLINFER_EXT_CHECK=1); reads the host."""
-    offsets = cu_seqlens.tolist()
-    require(
-        offsets[0] == 0 and offsets[-1] <= tokens, op, "cu_seqlens", str(offsets), f"offsets from 0 to at most {tokens}"
-    )
-    lengths = [b - a for a, b in pairwise(offsets)]
-    table = block_offsets.tolist()
-    for row, (n, history) in enumerate(zip(lengths, history_lens.tolist(), strict=True)):
-        require(n >= 0, op, "cu_seqlens", f"falling by {-n} at row {row}", "offsets that do not fall")
-        if host_lengths is not None:
-            given = host_lengths[row]
-            require(n <= given, op, "host_lengths", f"{given} at row {row}", f"at least {n}, its tokens")
-        if history < 0 or n == 0:
-            continue
-        require(
-            history + n <= limit, op, "history_lens", f"{history} at row {row} of {n} tokens", f"at most {limit} in all"
-        )
-        for block in table[row][: -(-(history + n) // block_size)]:
-            require(0 <= block < blocks, op, "block_offsets", f"{block} at row {row}", f"0 to {blocks - 1}")

@@ -19,6 +19,7 @@ import torch
 
 from .. import envs
 from ..forms import load
+from . import _watch
 
 logger = logging.getLogger("dlinfer_ext")
 
@@ -81,7 +82,8 @@ class Operator:
 
 def _entry(name: str, vendor: str) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        return chosen(name, vendor)(*args, **kwargs)
+        form = chosen(name, vendor)
+        return _watch.call(name, form, args, kwargs) if _watch.wanted(name) else form(*args, **kwargs)
 
     return run
 

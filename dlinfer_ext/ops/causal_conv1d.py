@@ -12,13 +12,11 @@ A row reads one layout for life: a slot written in one cannot be continued in an
 
 from __future__ import annotations
 
-import itertools
 from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
-from .. import envs
 from ._checks import (
     FLOATS,
     INTS,
@@ -30,6 +28,7 @@ from ._checks import (
     require_tensor,
 )
 from ._registry import Operator
+from ._value_checks import require_rows
 
 MAX_WIDTH: Final = 8
 _NAME: Final = "causal_conv1d"
@@ -116,7 +115,7 @@ def causal_conv1d(
             the caller's duty.
         TypeError: a dtype that is not supported.
     """
-    tokens, rows = _check_packed(_NAME, x, weight, bias, cu_seqlens, activation)
+    rows = _check_packed(_NAME, x, weight, bias, cu_seqlens, activation)
     require(layout in ("linear", "ring"), _NAME, "layout", repr(layout), "'linear' or 'ring'")
     _check_ints(_NAME, (rows,), state_indices=state_indices, history_lens=history_lens)
     if conv_state is not None:
@@ -125,11 +124,6 @@ def causal_conv1d(
     require_same_device(_NAME, "x", x, conv_state=conv_state, state_indices=state_indices, history_lens=history_lens)
     if max_query_len is not None:
         require(max_query_len >= 0, _NAME, "max_query_len", max_query_len, "None or >= 0")
-    if envs.CHECK.flag():
-        lengths = _checked_lengths(_NAME, "cu_seqlens", cu_seqlens, tokens, max_query_len)
-        live = _checked_slots(_NAME, "state_indices", state_indices, lengths, pad_slot_id, conv_state)
-        if history_lens is not None:
-            _refuse(_NAME, "history_lens", history_lens, live & (history_lens < 0), ">= 0")
     out: Tensor = torch.ops.dlinfer_ext.causal_conv1d(
         x,
         weight,
@@ -185,7 +179,7 @@ def causal_conv1d_columns(
         ValueError: as `causal_conv1d`; under DLINFER_EXT_CHECK=1 also a column >= L.
         TypeError: a dtype that is not supported.
     """
-    tokens, rows = _check_packed(_COLUMNS, x, weight, bias, cu_seqlens, activation)
+    rows = _check_packed(_COLUMNS, x, weight, bias, cu_seqlens, activation)
     width = weight.shape[0]
     _check_pool(_COLUMNS, conv_state, x, width)
     _check_identity(_COLUMNS, "state_indices", state_indices, rows, conv_state)
@@ -207,12 +201,6 @@ def causal_conv1d_columns(
         read_columns=read_columns,
         write_columns=write_columns,
     )
-    if envs.CHECK.flag():
-        lengths = _checked_lengths(_COLUMNS, "cu_seqlens", cu_seqlens, tokens, None)
-        live = _checked_slots(_COLUMNS, "state_indices", state_indices, lengths, pad_slot_id, conv_state)
-        for name, columns in (("read_columns", read_columns), ("write_columns", write_columns)):
-            bad = live & (columns >= conv_state.shape[1]).any(1)
-            _refuse(_COLUMNS, name, columns, bad, f"below the {conv_state.shape[1]} columns of a slot")
     out: Tensor = torch.ops.dlinfer_ext.causal_conv1d_columns(
         x,
         weight,
@@ -338,23 +326,20 @@ def causal_conv1d_update(
         cache_seqlens=cache_seqlens,
         **pointers,
     )
-    if validate_data or envs.CHECK.flag():
-        if query_start_loc is None:
-            lengths = torch.full((rows,), longest, device=x.device)
-        else:
-            bound = None if max_query_len < 0 else max_query_len
-            lengths = _checked_lengths(_UPDATE, "query_start_loc", query_start_loc, x.shape[0], bound)
-        _check_update_values(
-            lengths,
-            conv_state,
-            width,
-            conv_state_indices,
-            num_accepted_tokens,
-            pad_slot_id,
-            block_idx_last_scheduled_token,
-            initial_state_idx,
-            cache_seqlens,
-        )
+    if validate_data:
+        arguments = {
+            "x": x,
+            "conv_state": conv_state,
+            "weight": weight,
+            "conv_state_indices": conv_state_indices,
+            "num_accepted_tokens": num_accepted_tokens,
+            "query_start_loc": query_start_loc,
+            "max_query_len": max_query_len,
+            "pad_slot_id": pad_slot_id,
+            "cache_seqlens": cache_seqlens,
+            **pointers,
+        }
+        require_rows(_UPDATE, arguments)
     out: Tensor = torch.ops.dlinfer_ext.causal_conv1d_update(
         x,
         conv_state,
@@ -391,15 +376,15 @@ def _check_operands(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, act
 
 def _check_packed(
     op: str, x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor, activation: str | None
-) -> tuple[int, int]:
-    """Check the operands of a packed batch and return (T, N)."""
+) -> int:
+    """Check the operands of a packed batch and return N."""
     require_shape(op, "x", x, ("T", "D"))
     _check_operands(op, x, weight, bias, activation)
     require_shape(op, "cu_seqlens", cu_seqlens, ("N + 1",))
     require_dtype(op, "cu_seqlens", cu_seqlens, INTS)
     require(cu_seqlens.shape[0] > 0, op, "cu_seqlens", "empty", "[N + 1]")
     require_same_device(op, "x", x, cu_seqlens=cu_seqlens)
-    return x.shape[0], cu_seqlens.shape[0] - 1
+    return cu_seqlens.shape[0] - 1
 
 
 def _check_pool(op: str, conv_state: Tensor, x: Tensor, width: int) -> None:
@@ -421,72 +406,3 @@ def _check_ints(op: str, shape: tuple[int, ...], **tensors: Tensor | None) -> No
         if tensor is not None:
             require_shape(op, name, tensor, shape)
             require_dtype(op, name, tensor, INTS)
-
-
-def _refuse(op: str, arg: str, values: Tensor, bad: Tensor, wanted: str) -> None:
-    """Raise for the first row that is bad; reads the host."""
-    for row in itertools.islice((i for i, b in enumerate(bad.tolist()) if b), 1):
-        require(False, op, arg, f"{values[row].tolist()} in row {row}", wanted)
-
-
-def _checked_lengths(op: str, arg: str, cu_seqlens: Tensor, tokens: int, longest: int | None) -> Tensor:
-    """Return the row lengths after checking the offsets; reads the host."""
-    ends = cu_seqlens.tolist()
-    require(ends[0] == 0, op, arg, f"{ends[0]} at its start", "0 there")
-    require(ends[-1] <= tokens, op, arg, f"{ends[-1]} at its end", f"at most the {tokens} tokens of x")
-    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-    _refuse(op, arg, lengths, lengths < 0, "rows of length >= 0")
-    if longest is not None:
-        _refuse(op, arg, lengths, lengths > longest, f"rows no longer than max_query_len = {longest}")
-    return lengths
-
-
-def _checked_slots(
-    op: str, arg: str, slots: Tensor | None, lengths: Tensor, pad_slot_id: int, conv_state: Tensor | None
-) -> Tensor:
-    """Return which rows are live after checking their slots; reads the host."""
-    if slots is None:
-        return lengths > 0
-    live = (slots >= 0) & (slots != pad_slot_id) & (lengths > 0)
-    if conv_state is None:
-        return live
-    _refuse(op, arg, slots, live & (slots >= conv_state.shape[0]), f"below the {conv_state.shape[0]} slots of the pool")
-    same = (slots[:, None] == slots) & live[:, None] & live
-    _refuse(op, arg, slots, same.sum(1) > 1, "a slot of its own for every live row")
-    return live
-
-
-def _check_update_values(
-    lengths: Tensor,
-    conv_state: Tensor,
-    width: int,
-    conv_state_indices: Tensor | None,
-    num_accepted_tokens: Tensor | None,
-    pad_slot_id: int,
-    target_block: Tensor | None,
-    source_block: Tensor | None,
-    cache_seqlens: Tensor | None,
-) -> None:
-    """Check what only the device knows of an update; reads the host."""
-    slots = [conv_state_indices]
-    if conv_state_indices is not None and conv_state_indices.dim() == 2:
-        table, slots = conv_state_indices, []
-        for name, block in (
-            ("initial_state_idx", source_block),
-            ("block_idx_last_scheduled_token", target_block),
-        ):
-            if block is None:
-                slots.append(table[:, 0])
-                continue
-            blocks = table.shape[1]
-            _refuse(_UPDATE, name, block, (block < 0) | (block >= blocks), f"one of the {blocks} blocks")
-            slots.append(table.gather(1, block.long()[:, None])[:, 0])
-    live = lengths > 0
-    for index in slots:
-        live = live & _checked_slots(_UPDATE, "conv_state_indices", index, lengths, pad_slot_id, conv_state)
-    if cache_seqlens is not None:
-        _refuse(_UPDATE, "cache_seqlens", cache_seqlens, live & (cache_seqlens < 0), ">= 0")
-    if num_accepted_tokens is not None:
-        most = conv_state.shape[1] - (width - 1) + 1
-        bad = live & (num_accepted_tokens > most)
-        _refuse(_UPDATE, "num_accepted_tokens", num_accepted_tokens, bad, f"at most {most} in a slot of this length")

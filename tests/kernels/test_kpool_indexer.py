@@ -624,7 +624,9 @@ def test_values_are_checked_on_demand(changed: dict[str, Any], argument: str, mo
 
 def test_the_bound_on_the_context_is_checked_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DLINFER_EXT_CHECK", "1")
-    with pytest.raises(ValueError, match=r"^kpool_select: argument 'history_lens' is 31 at row 0 of 9 tokens; wanted"):
+    with pytest.raises(
+        ValueError, match=r"^kpool_select: argument 'history_lens' is 31 with 9 tokens at row 0; wanted"
+    ):
         kpool_select(
             torch.zeros(9, 1, 1), torch.zeros(9, 1), torch.zeros(5, 4, 1), cu_seqlens=ints(0, 9), topk=4, kpool=2,
             block_offsets=torch.arange(5)[None], history_lens=ints(31), max_kv_len=39,

@@ -151,6 +151,6 @@ def test_what_only_the_device_knows_is_checked_on_request(
     pool = torch.randn(4, 3)
     with pytest.raises(ValueError, match=rf"^copy_slots: argument '{argument}' .*wanted"):
         copy_slots(pool, torch.tensor(source), torch.tensor(target))
-    with pytest.raises(ValueError, match=r"^zero_slots: argument 'slots' .*wanted slots below 4"):
+    with pytest.raises(ValueError, match=r"^zero_slots: argument 'slots' .*wanted below 4, the slots"):
         zero_slots(pool, torch.tensor([0, 4]))
     copy_slots(pool, torch.tensor([0, -1, 3]), torch.tensor([1, 1, -1]))

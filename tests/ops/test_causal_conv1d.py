@@ -157,27 +157,39 @@ BAD: dict[str, tuple[Callable[..., Tensor], Options, type[Exception], str]] = {
 }
 
 CHECKED: dict[str, tuple[Callable[..., Tensor], Options, str]] = {
-    "cu-start": (prefill, {"cu_seqlens": ints(1, 2, 5)}, "'cu_seqlens' is 1 at its start; wanted 0"),
-    "cu-end": (prefill, {"cu_seqlens": ints(0, 2, 6)}, "'cu_seqlens' is 6 at its end; wanted at most the 5 tokens"),
-    "cu-falls": (prefill, {"cu_seqlens": ints(0, 5, 2)}, "'cu_seqlens' is -3 in row 1; wanted rows of length >= 0"),
+    "cu-start": (prefill, {"cu_seqlens": ints(1, 2, 5)}, "'cu_seqlens' is 1 at row 0; wanted 0"),
+    "cu-end": (
+        prefill,
+        {"cu_seqlens": ints(0, 2, 6)},
+        "'cu_seqlens' is 6 at row 1; wanted at most 5",
+    ),
+    "cu-falls": (prefill, {"cu_seqlens": ints(0, 5, 2)}, "'cu_seqlens' is falling by 3 at row 1; wanted offsets"),
     "row-too-long": (
         prefill,
         {"max_query_len": 2},
-        "'cu_seqlens' is 3 in row 1; wanted rows no longer than max_query_len",
+        "'cu_seqlens' is 3 tokens at row 1; wanted at most 2, max_query_len",
     ),
-    "slot-high": (prefill, {"state_indices": ints(0, 4)}, "'state_indices' is 4 in row 1; wanted below the 4 slots"),
-    "slot-twice": (prefill, {"state_indices": ints(3, 3)}, "'state_indices' is 3 in row 0; wanted a slot of its own"),
-    "history": (prefill, {"history_lens": ints(0, -2)}, "'history_lens' is -2 in row 1; wanted >= 0"),
-    "column": (columns, {"write_columns": torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]])}, "in row 1; wanted below the 4"),
-    "update-slot": (update, {"conv_state_indices": ints(1, 9)}, "'conv_state_indices' is 9 in row 1"),
-    "update-history": (update, {"cache_seqlens": ints(0, -1)}, "'cache_seqlens' is -1 in row 1"),
-    "accepted": (update, {"num_accepted_tokens": ints(1, 4)}, "'num_accepted_tokens' is 4 in row 1; wanted at most 3"),
+    "slot-high": (prefill, {"state_indices": ints(0, 4)}, "'state_indices' is 4 at row 1; wanted below 4, the slots"),
+    "slot-twice": (
+        prefill,
+        {"state_indices": ints(3, 3)},
+        "'state_indices' is 3 at row 1 and at row 0; wanted a slot of its own",
+    ),
+    "history": (prefill, {"history_lens": ints(0, -2)}, "'history_lens' is -2 at row 1; wanted at least 0"),
+    "column": (
+        columns,
+        {"write_columns": torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]])},
+        "'write_columns' is 4 at row 1; wanted below 4",
+    ),
+    "update-slot": (update, {"conv_state_indices": ints(1, 9)}, "'conv_state_indices' is 9 at row 1"),
+    "update-history": (update, {"cache_seqlens": ints(0, -1)}, "'cache_seqlens' is -1 at row 1"),
+    "accepted": (update, {"num_accepted_tokens": ints(1, 4)}, "'num_accepted_tokens' is 4 at row 1; wanted at most 3"),
     "block": (
         update,
         TABLE | {"initial_state_idx": ints(0, 2), "block_idx_last_scheduled_token": ints(0, 0)},
-        "'initial_state_idx' is 2 in row 1; wanted one of the 2 blocks",
+        "'initial_state_idx' is 2 at row 1; wanted one of the 2 blocks",
     ),
-    "packed": (update, PACKED | {"max_query_len": 2}, "'query_start_loc' is 3 in row 1"),
+    "packed": (update, PACKED | {"max_query_len": 2}, "'query_start_loc' is 3 tokens at row 1"),
 }
 
 

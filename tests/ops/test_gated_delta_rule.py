@@ -180,7 +180,7 @@ CHECKED: dict[str, tuple[Run, str]] = {
     "prompt-slot-beyond-the-pool": (prompt(state_indices=ints(1, 4)), r"gated_delta_rule: .* is 4 at row 1"),
     "falling-offsets": (prompt(cu_seqlens=ints(0, 3, 2)), r"'cu_seqlens' is falling by 1 at row 1"),
     "offsets-from-one": (prompt(cu_seqlens=ints(1, 3, 5)), r"'cu_seqlens' is 1 at row 0; wanted 0"),
-    "host-lengths-disagree": (prompt(host_lengths=[3, 2]), r"'host_lengths' is \[3, 2\]; wanted \[2, 3\]"),
+    "host-lengths-disagree": (prompt(host_lengths=[3, 2]), r"'host_lengths' is 3 at row 0; wanted 2, as cu_seqlens"),
 }
 
 
