@@ -30,7 +30,8 @@ setup(
         "wrapt>=1.15",  # post-import hook on the host's backend module, kept by others
     ],
     extras_require={
-        "cli": ["rich>=13", "openai>=1"],  # tables and progress; the client of the demo
+        # tables and progress; the client of the demo; makes the script of `completion`
+        "cli": ["rich>=13", "openai>=1", "shtab>=1.13"],
     },
     entry_points={
         "torch.backends": ["dlinfer_ext = dlinfer_ext.framework.lmdeploy.autoload:register"],

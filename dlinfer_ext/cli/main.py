@@ -10,13 +10,14 @@ from typing import Protocol, cast
 from ..version import __version__
 
 COMMANDS = {
-    "env": "versions, vendor, settings, routes and LMDeploy's seams on this machine",
+    "env": "versions, vendor, settings, routes and LMDeploy's seams on this machine, and what does not go together",
     "ops": "table of operators: routes, dtypes, what serves here",
     "verify": "run every operator that serves here against its definition",
     "bench": "time operators against public formulations of the same work, as ratios in one run",
     "e2e": "run scenarios through stock LMDeploy, speculative decoding included, and judge every token",
     "plan": "memory of each card for a config.json: weights, states, cache blocks, and what still fits",
     "demo": "serve the trained tiny Qwen3.5 through stock LMDeploy on this CPU, ask it, and check it",
+    "completion": "a script with which bash, zsh or fish completes dlinfer-ext",
 }
 
 
@@ -30,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-        sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+        sub.add_argument("--json", action="store_true", help="print one JSON value, and nothing else on stdout")
         _module(name).add_arguments(sub)
     return parser
 
