@@ -1,4 +1,4 @@
-"""What LMDeploy's scheduler holds: state slots, blocks, sequences. A record for whoever looks for what was not freed."""
+"""What LMDeploy's scheduler holds: state slots, blocks, sequences; for whoever looks for what was not freed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def write(scheduler: Any) -> None:
 
 
 def patch_metrics(module: Any) -> str:
-    """Write the occupancy whenever the scheduler is asked for its metrics: a server asks every few seconds, idle or not.
+    """Write the occupancy whenever the scheduler is asked for its metrics: a server asks every few seconds.
 
     Nothing is written, and nothing counted, without DLINFER_EXT_COUNTERS.
     """

@@ -237,7 +237,7 @@ PATCHES: Final = (
         "lmdeploy.serve.core.async_engine",
         _BOTH,
         requests.patch_preprocess,
-        "a token id out of the vocabulary or an empty prompt ends the engine: every client gets status 503 from then on",
+        "a token id out of the vocabulary or an empty prompt ends the engine, for every client",
         "LMDeploy checks a request before its engine loop takes it",
     ),
     Patch(

@@ -1,14 +1,15 @@
-"""Refuse at the server's door what would end the engine for everybody: LMDeploy's engine takes a request as it comes."""
+"""Refuse at the server's door what would end the engine for everybody: its loop takes a request as it comes."""
 
 from __future__ import annotations
 
 import functools
+import math
 import pickle
 from collections.abc import Sequence
 from typing import Any, Final
 
 INT64: Final = 2**63
-WHOLE: Final = ("max_new_tokens", "min_new_tokens", "top_k", "repetition_ngram_size", "repetition_ngram_threshold")
+WHOLE: Final = ("max_new_tokens", "min_new_tokens", "repetition_ngram_size", "repetition_ngram_threshold")
 
 
 def wrong_with(input_ids: Sequence[int], config: Any, vocabulary: int) -> str | None:
@@ -21,7 +22,11 @@ def wrong_with(input_ids: Sequence[int], config: Any, vocabulary: int) -> str | 
     """
     if not len(input_ids):
         return "The prompt is empty: it has no token; wanted one at least."
-    named = (("input_ids", input_ids), ("stop_token_ids", config.stop_token_ids), ("bad_token_ids", config.bad_token_ids))
+    named = (
+        ("input_ids", input_ids),
+        ("stop_token_ids", config.stop_token_ids),
+        ("bad_token_ids", config.bad_token_ids),
+    )
     for name, ids in named:
         odd = next((i for i in ids or () if not 0 <= i < vocabulary), None)
         if odd is not None:
@@ -30,10 +35,8 @@ def wrong_with(input_ids: Sequence[int], config: Any, vocabulary: int) -> str | 
         value = getattr(config, name)
         if value is not None and not -INT64 <= value < INT64:
             return f"{name} is {value}; wanted a number of 64 bits."
-    if config.random_seed is not None and not 0 <= config.random_seed < 2 * INT64:
-        return f"seed is {config.random_seed}; wanted one from 0 to 2**64 - 1."
-    if config.repetition_penalty is not None and not 0 < config.repetition_penalty < float("inf"):
-        return f"repetition_penalty is {config.repetition_penalty}; wanted a number above 0."
+    if not math.isfinite(config.repetition_penalty):
+        return f"repetition_penalty is {config.repetition_penalty}; wanted a finite number."
     if config.logits_processors:
         try:
             pickle.dumps(config.logits_processors)
@@ -45,8 +48,9 @@ def wrong_with(input_ids: Sequence[int], config: Any, vocabulary: int) -> str | 
 def patch_preprocess(module: Any) -> str:
     """Give a request that would end the engine the answer of a malformed one: status 400, and what is wrong.
 
-    A token id out of the vocabulary, an empty prompt or a number of more than 64 bits raises in the engine's loop,
-    which ends it: every answer under way and every later one is an error.
+    A token id out of the vocabulary, an empty prompt, a number of more than 64 bits or a top_k above the vocabulary
+    raises in the engine's loop, which ends it: every answer under way and every later one is an error. A top_k above
+    the vocabulary has a meaning, all tokens, and gets it.
     """
     original = module.AsyncEngine.preprocess
 
@@ -60,6 +64,7 @@ def patch_preprocess(module: Any) -> str:
             module.metrics_processor.increase_failed_requests("error")
             self.session_mgr.remove(request.session)
             raise module.RequestError(module.ErrorCode.INVALID_REQUEST, wrong)
+        request.gen_config.top_k = min(request.gen_config.top_k, vocabulary)  # more are not there to be sorted
         return request
 
     module.AsyncEngine.preprocess = preprocess
