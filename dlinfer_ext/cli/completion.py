@@ -20,8 +20,8 @@ SHELLS: Final = ("bash", "zsh", "fish")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=SHELLS)
     parser.epilog = (
-        f"It completes the program {PROGRAM}, which is `python -m dlinfer_ext` under its installed name. "
-        'bash: eval "$(dlinfer-ext completion bash)". zsh: dlinfer-ext completion zsh > DIR/_dlinfer-ext, DIR of $fpath. '
+        f"It completes the program {PROGRAM}, which runs what `python -m dlinfer_ext` runs. "
+        'bash: eval "$(dlinfer-ext completion bash)". zsh: the same with zsh, `> DIR/_dlinfer-ext`, DIR of $fpath. '
         "fish: dlinfer-ext completion fish > ~/.config/fish/completions/dlinfer-ext.fish. "
         "Exit code 1: shtab, which makes the script, is not installed."
     )
