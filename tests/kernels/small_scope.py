@@ -81,8 +81,9 @@ class Nodes:
     held: dict[str, Tensor] = field(default_factory=dict)
 
     def at(self, which: Tensor) -> Nodes:
-        one = {name: x[which] for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return Nodes(**one, alive={name: alive[which] for name, alive in self.alive.items()})
+        alive = {name: x[which] for name, x in self.alive.items()}
+        parent, letter, stream = self.parent[which], self.letter[which], self.stream[which]
+        return Nodes(parent, letter, stream, self.history[which], self.accepted[which], alive)
 
 
 @dataclass
@@ -154,7 +155,8 @@ class Tree:
             rest, accepted = divmod(rest, self.longest + 1)
             stream, history = divmod(rest, self.positions)
             letter, offset = self.letters[number], torch.arange(self.letters[number].q)
-            at = self.token(*(torch.tensor(i) for i in (stream, history, letter.stands)), offset)
+            begin, before, stands = (torch.tensor(i) for i in (stream, history, letter.stands))
+            at = self.token(begin, before, stands, offset)
             output, written = layout.defined(
                 self.request(stream, history, accepted), self.tokens[at], letter.stands, update=letter.kind == "verify"
             )
@@ -273,7 +275,7 @@ class Tree:
         x = self.tokens[token]
         out = layout.update(x, given) if update else layout.prefill(x, given)
         if not bool((out[~live[owner]] == 0).all()):
-            raise Different("a PAD row has an output")
+            raise Different(f"a PAD row in a call of {len(row)} rows has an output")
         out, owner, offset = (x[live[owner]] for x in (out, owner, offset))
         got[node[owner], offset] = out
 
@@ -292,8 +294,9 @@ class Tree:
         bad = ~(error <= 10 * limit).flatten(1).all(1)
         if bool(bad.any()):
             row = int(bad.nonzero()[0, 0])
-            said = f"{got[row].tolist()}, wanted\n{want[row].tolist()}"
-            raise Different(f"{what} after {self.path(new, row)}:\n{said}")
+            first = int((~(error <= 10 * limit))[row].flatten(1).any(1).nonzero()[0])
+            said = f"at {first} {got[row, first].tolist()}, wanted {want[row, first].tolist()}"
+            raise Different(f"{what} after {self.path(new, row)}: {said}")
         if not bool(error.square().sum().div(mask.sum()).sqrt() <= limit):
             raise Different(f"{what} differ by more than {self.world.limit} of their RMS")
 
