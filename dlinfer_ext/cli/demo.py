@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..e2e import model_folder
 from ..e2e import server as serve
 
 CHECKPOINTS = {
@@ -47,8 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     path, name = CHECKPOINTS.get(args.model, (Path(args.model), Path(args.model).name))
-    if not (path / "config.json").is_file():
-        print(f"demo: {path} holds no config.json; run from the root or pass --model", file=sys.stderr)
+    try:
+        model_folder.check(path)
+    except model_folder.ModelFolderError as error:
+        print(f"demo: {error}", file=sys.stderr)
         return 1
     port = args.port or serve.free_port()
     line = serve.command(path.resolve(), name, port, args.drafts)
@@ -59,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         with serve.serving(line, name, port, serve.environment()) as server:
             say(f"server up in {time.monotonic() - started:.1f} s at {server.url}")
             if args.serve:
-                return _leave_running(server)
+                return _leave_running(server, args.json)
             report = _ask(server, path, args)
     except RuntimeError as error:
         print(f"demo: {error}", file=sys.stderr)
@@ -114,7 +117,7 @@ def _transformers(checkpoint: Path, tokens: int) -> list[list[int]]:
 
     from ..e2e.reference import greedy
 
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
     return greedy(checkpoint, [tokenizer(prompt).input_ids for prompt in PROMPTS], tokens)
 
 
@@ -161,10 +164,13 @@ def _text(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _leave_running(server: serve.Server) -> int:
+def _leave_running(server: serve.Server, as_json: bool) -> int:
     body = json.dumps({"model": server.model, "prompt": "def main():", "max_tokens": 48, "temperature": 0})
-    print(f"ask it:  curl {server.url}/v1/completions -H 'Content-Type: application/json' -d '{body}'")
-    print("stop it: Ctrl-C")
+    if as_json:
+        print(json.dumps({"url": server.url, "model": server.model, "pid": server.pid}), flush=True)
+    else:
+        print(f"ask it:  curl {server.url}/v1/completions -H 'Content-Type: application/json' -d '{body}'")
+        print("stop it: Ctrl-C", flush=True)
     try:
         while True:
             time.sleep(3600)

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..e2e import report, runner, scenario
+    from ..e2e import model_folder, report, runner, scenario
     from ..e2e import target as targets
 
     try:
@@ -64,8 +64,10 @@ def run(args: argparse.Namespace) -> int:
         lines = [f"{r['name']:22}{', '.join(r['where']):12}{r['what']}" for r in rows]
         print(json.dumps(rows, indent=2) if args.json else "\n".join(lines))
         return 0
-    if not (args.model / "config.json").is_file():
-        print(f"e2e: {args.model} holds no config.json; run from the root or pass --model", file=sys.stderr)
+    try:
+        model_folder.check(args.model)
+    except model_folder.ModelFolderError as error:
+        print(f"e2e: {error}", file=sys.stderr)
         return 2
     target = targets.Target(
         model=args.model.resolve(),

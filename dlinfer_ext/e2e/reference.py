@@ -29,8 +29,12 @@ def load(path: Path, dtype: str = "float32") -> Any:
     """Load the model class that the checkpoint's config names; shared, so leave it as it is."""
     transformers.logging.set_verbosity_error()  # it advises CUDA packages
     transformers.utils.logging.disable_progress_bar()
-    config = transformers.AutoConfig.from_pretrained(path)
-    cls = getattr(transformers, config.architectures[0])
+    # False, not the default: that one asks at the terminal whether code of the folder may run.
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    name = (config.architectures or ["none"])[0]
+    cls = getattr(transformers, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+        raise ValueError(f"{path}: architectures names {name!r}, which is no model of transformers")
     return cls.from_pretrained(path, dtype=getattr(torch, dtype)).eval().requires_grad_(False)
 
 

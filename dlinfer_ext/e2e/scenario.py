@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
@@ -25,6 +25,19 @@ Expectation = Literal[
     "padded_rows",  # rows that a graph's bucket added
     "recomputed",  # a request was preempted and its prompt run again
 ]
+
+
+MOST_BYTES: Final = 1 << 20  # the largest shipped file is below 2 KiB
+# Fields of LMDeploy's PytorchEngineConfig that a scenario may set. With `via: server` they become flags of the server,
+# so this is also what keeps a file from switching on code of the model folder, or another address to listen on.
+ENGINE: Final = (
+    *("tp", "dp", "ep", "attn_tp_size", "mlp_tp_size", "moe_tp_size", "distributed_executor_backend"),
+    *("session_len", "max_batch_size", "max_prefill_token_num", "prefill_interval", "eager_mode"),
+    *("cache_max_entry_count", "block_size", "kernel_block_size", "num_cpu_blocks", "num_gpu_blocks", "quant_policy"),
+    *("enable_prefix_caching", "prefix_cache_state_budget", "prefix_cache_decode_state_interval"),
+    *("cudagraph_capture_batch_sizes", "piecewise_cudagraph_max_tokens", "enable_microbatch", "enable_eplb"),
+    *("enable_metrics", "language_model_only", "logprobs_mode", "model_format", "dtype"),
+)
 
 
 class ScenarioError(ValueError):
@@ -221,7 +234,7 @@ def load(path: Path) -> Scenario:
     """
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+    except (OSError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ScenarioError(f"{path}: {error}") from None
     if not isinstance(data, dict):
         raise ScenarioError(f"{path}: holds {type(data).__name__}; wanted settings by name")
@@ -231,3 +244,11 @@ def load(path: Path) -> Scenario:
         lines = error.errors() if isinstance(error, ValidationError) else [{"loc": (), "msg": str(error)}]
         what = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'scenario'}: {e['msg']}" for e in lines)
         raise ScenarioError(f"{path}: {what}") from None
+        if path.stat().st_size > MOST_BYTES:
+            raise ScenarioError(f"{path}: has {path.stat().st_size} bytes; wanted at most {MOST_BYTES}")
+    for group in ("engine", "vary"):
+        unknown = sorted(set(map(str, data.get(group) or {})) - set(ENGINE))
+        if unknown:
+            raise ScenarioError(
+                f"{path}: {group}.{unknown[0]} is no setting of a scenario; wanted one of {', '.join(ENGINE)}"
+            )
