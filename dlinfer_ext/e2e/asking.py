@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from . import engines, prompts
+from . import engines, prompts, soak
 from .engines import Logits
 from .prompts import Prompt
 from .scenario import Request, Run, Scenario
@@ -55,25 +54,10 @@ def tokenizer_of(model: Path) -> Any:
     return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
 
 
-def _drawn(scenario: Scenario) -> list[list[Request]]:
-    """Return the scenario's rounds, a soak's drawn from its seed."""
-    soak = scenario.soak
-    if soak is None:
-        return [list(r) for r in scenario.rounds]
-    draw, at, requests = random.Random(soak.seed), 0.0, []
-    for _ in range(soak.requests):
-        at += draw.expovariate(soak.per_second)
-        new = draw.choice(soak.new)
-        gone = new > 4 and draw.random() < soak.cancelled
-        tokens = draw.choice(soak.tokens)
-        requests.append(Request(tokens=tokens, new=new, wait=at, cancel_after=draw.randint(1, 4) if gone else None))
-    return [requests]
-
-
 def ask_for(scenario: Scenario, target: Target, deadline: float) -> list[list[Asked]]:
     """Build the prompts and what the reference answers to them."""
     tokenizer = tokenizer_of(target.model)
-    rounds = _drawn(scenario)
+    rounds = [list(r) for r in scenario.rounds] if scenario.soak is None else [soak.drawn(scenario.soak)[0]]
     flat = [r for requests in rounds for r in requests]
     built = [prompts.build(tokenizer, r, number) for number, r in enumerate(flat)]
     lengths = [r.new or scenario.tokens for r in flat]

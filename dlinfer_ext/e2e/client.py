@@ -13,6 +13,8 @@ import aiohttp
 async def _ask(http: aiohttp.ClientSession, url: str, request: dict[str, Any]) -> dict[str, Any]:
     """Send one request at its time; hang up after `cancel_after` tokens or `give_up_after` seconds."""
     await asyncio.sleep(request.get("wait", 0.0))
+    if "post" in request:
+        return await _post(http, url, *request["post"])
     result: dict[str, Any] = {"tokens": [], "finish": None, "error": None, "cached_tokens": 0, "prompt_tokens": 0}
     result["top_logits"] = []
     limit = request.get("give_up_after")
@@ -24,6 +26,17 @@ async def _ask(http: aiohttp.ClientSession, url: str, request: dict[str, Any]) -
             result["error"] = "TimeoutError"
         else:
             result["finish"] = "abort"
+    return result
+
+
+async def _post(http: aiohttp.ClientSession, url: str, path: str, text: str) -> dict[str, Any]:
+    """Send a body as it is and return the reply's status and text; the status is 0 where there was none."""
+    result: dict[str, Any] = {"status": 0, "text": "", "error": None}
+    try:
+        async with http.post(url + path, data=text, headers={"Content-Type": "application/json"}) as reply:
+            result |= {"status": reply.status, "text": await reply.text()}
+    except (aiohttp.ClientError, TimeoutError) as error:
+        result["error"] = f"{type(error).__name__}: {error}"
     return result
 
 
@@ -51,6 +64,9 @@ async def _stream(http: aiohttp.ClientSession, url: str, request: dict[str, Any]
                 if not text.startswith("data:") or text.endswith("[DONE]"):
                     continue
                 part = json.loads(text.removeprefix("data:"))
+                if "error" in part:  # the reply had begun, so its status was 200
+                    result["error"] = f"error in mid-stream: {json.dumps(part['error'])[:300]}"
+                    return
                 result["tokens"] += part.get("output_ids") or []
                 info = part.get("meta_info") or {}
                 for place in info.get("output_top_logprobs") or []:
@@ -63,6 +79,8 @@ async def _stream(http: aiohttp.ClientSession, url: str, request: dict[str, Any]
                     result["finish"] = "abort"
                     reply.close()
                     return
+        if result["finish"] is None:
+            result["error"] = f"the stream ended after {len(result['tokens'])} tokens without a reason"
     except aiohttp.ClientError as error:
         result["error"] = f"{type(error).__name__}: {error}"
 
@@ -72,9 +90,9 @@ def ask_all(url: str, requests: Sequence[dict[str, Any]], timeout_s: float) -> l
 
     Args:
         url: of the server.
-        requests: "text", "new", and optionally "wait" (seconds), "cancel_after", "give_up_after" (seconds),
-            "stop_token_ids", "top_k" and "top_logits", how many of the largest to return (the server must run with
-            raw_logits).
+        requests: {"post": (path, body)}, sent as it is, whose output is {"status", "text", "error"}; or "text", "new",
+            and optionally "wait" (seconds), "cancel_after", "give_up_after" (seconds), "stop_token_ids", "top_k" and
+            "top_logits", how many of the largest to return (the server must run with raw_logits).
         timeout_s: for each request; one that takes longer has an error.
     """
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import envs
-from . import client, server
+from . import client, memory, server, soak
 from .scenario import Run, Scenario
 from .target import Target
 
@@ -82,7 +82,11 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def through_server(scenario: Scenario, target: Target, run: Run, bodies: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Run the rounds through a stock server and read what its processes counted once it has ended."""
+    """Run the rounds through a stock server and read what its processes counted once it has ended.
+
+    Of a soak there are besides: "refused", the replies to its malformed requests; "held", what the engine held once it
+    was idle; "memory", samples of the server's processes.
+    """
     port, flags = server.free_port(), []
     for name, value in run.engine.items():
         flags += [f"--{name.replace('_', '-')}"] if value is True else [f"--{name.replace('_', '-')}", str(value)]
@@ -93,13 +97,23 @@ def through_server(scenario: Scenario, target: Target, run: Run, bodies: list[li
     with tempfile.TemporaryDirectory(prefix="dlinfer_ext_records_") as folder:
         env = target.environment(scenario) | {envs.COUNTERS.name: folder}
         started, outputs = time.monotonic(), []
+        refused = soak.bodies(soak.drawn(scenario.soak)[1], "model") if scenario.soak else []
+        more: dict[str, Any] = {}
+        if scenario.soak:
+            env |= soak.PROBES
         with server.serving(line, "model", port, env, 180 * target.patience) as running:
             started = time.monotonic()
-            for requests in bodies:
-                outputs += client.ask_all(running.url, requests, scenario.timeout_s * target.patience)
+            with memory.watched(running.pid) if scenario.soak else contextlib.nullcontext([]) as samples:
+                for requests in bodies:
+                    outputs += client.ask_all(running.url, [*requests, *refused], scenario.timeout_s * target.patience)
             seconds = time.monotonic() - started
+            if scenario.soak:
+                asked = len(outputs) - len(refused)
+                held = soak.settled(Path(folder), time.time())
+                more = {"refused": outputs[asked:], "held": held, "memory": samples}
+                outputs = outputs[:asked]
         records = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(Path(folder).glob("counters-*.json"))]
-    return {"outputs": outputs, "processes": records, "executor": "server", "seconds": seconds, "ends": []}
+    return {"outputs": outputs, "processes": records, "executor": "server", "seconds": seconds, "ends": []} | more
 
 
 def logits_of(output: dict[str, Any]) -> tuple[Logits, ...]:

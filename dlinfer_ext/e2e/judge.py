@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 
 from . import acceptance, compare
+from . import soak as soaks
 from .asking import Asked, Ids
 from .compare import Verdict
 from .engines import logits_of
@@ -31,7 +32,7 @@ def judge(scenario: Scenario, target: Target, run: Run, asked: list[list[Asked]]
     outputs = result["outputs"]
     verdicts: list[Verdict] = []
     failures: list[str] = []
-    measured = None
+    measured, figures = None, None
     if scenario.lose_worker:
         failures += _how_it_ended(result["ends"])
     else:
@@ -44,6 +45,9 @@ def judge(scenario: Scenario, target: Target, run: Run, asked: list[list[Asked]]
             measured = acceptance.measure(rows, run.drafts, pairs)
         if scenario.simulated and run.drafts:
             failures += not_as_simulated(scenario, target, run, flat, measured)
+    if scenario.soak is not None:
+        figures = soaks.figures(scenario.soak, outputs, result, counters)
+        failures += soaks.judge(scenario.soak, figures, result)
     return RunReport(
         label=run.label,
         drafts=run.drafts,
@@ -56,6 +60,7 @@ def judge(scenario: Scenario, target: Target, run: Run, asked: list[list[Asked]]
         steps=steps_of(counters),
         executor=result["executor"],
         records=processes,
+        soak=figures,
     )
 
 

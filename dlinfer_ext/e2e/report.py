@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..version import __version__
+from . import soak
 from .results import ScenarioReport
 from .target import Target
 
@@ -142,6 +143,8 @@ def text(report: Mapping[str, Any]) -> str:
     for s in report["scenarios"]:
         lines += [f"  {s['name']}, {run['label']}: {f}" for run in s["runs"] for f in run["failures"]]
         lines += [f"  {s['name']}: {s['error']}"] if s["error"] else []
+        for run in s["runs"]:
+            lines += [f"  {s['name']}, {run['label']}: {line}" for line in soak.table(run["soak"] or {})]
     lines += [f"skipped {name}: {why}" for name, why in report["skipped"].items()]
     held = sum(s["holds"] for s in report["scenarios"])
     return "\n".join([*lines, f"{held} of {len(report['scenarios'])} scenarios hold"])

@@ -24,6 +24,7 @@ class RunReport:
     steps: int
     executor: str
     records: list[dict[str, Any]]
+    soak: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -39,6 +40,7 @@ class RunReport:
             "tokens_per_step": round(self.tokens / self.steps, 2) if self.steps else None,
             "tokens_per_second": round(self.tokens / self.seconds, 1) if self.seconds else 0.0,
             "executor": self.executor,
+            "soak": self.soak,
         }
 
 

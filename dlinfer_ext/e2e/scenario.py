@@ -90,24 +90,47 @@ class Request(Strict):
         return self
 
 
+class Span(Strict):
+    """Whole numbers from `least` to `most`, each as likely."""
+
+    least: PositiveInt
+    most: PositiveInt
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Span:
+        if self.most < self.least:
+            raise ValueError(f"most is {self.most}; wanted at least least, {self.least}")
+        return self
+
+
 class Soak(Strict):
     """Requests drawn from a seed that arrive over time.
 
     Attributes:
-        requests: how many.
-        seed: of lengths, arrivals and cancellations.
-        tokens: prompt lengths to draw from.
-        new: numbers of new tokens to draw from.
+        requests: how many, malformed ones included.
+        seed: of lengths, arrivals, cancellations and what is malformed.
+        tokens: prompt lengths to draw from: a list, or a span.
+        new: numbers of new tokens to draw from, likewise.
         per_second: mean arrivals a second (exponential gaps).
         cancelled: share of clients that go away after a few tokens.
+        malformed: share of requests that the server has to refuse.
+        again: share of requests for one of three prompts, so that they are found in the prefix cache.
+        again_tokens: length of those prompts.
+        warm_up_s: seconds from which on memory is judged.
+        growth: the server's memory may grow by this share from the warm-up to the end; None does not judge it.
     """
 
     requests: PositiveInt
     seed: int
-    tokens: list[PositiveInt]
-    new: list[PositiveInt]
+    tokens: list[PositiveInt] | Span
+    new: list[PositiveInt] | Span
     per_second: float = Field(gt=0)
     cancelled: float = Field(default=0.0, ge=0, le=1)
+    malformed: float = Field(default=0.0, ge=0, lt=1)
+    again: float = Field(default=0.0, ge=0, le=1)
+    again_tokens: PositiveInt = 449
+    warm_up_s: float = Field(default=0.0, ge=0)
+    growth: float | None = Field(default=None, gt=0)
 
 
 class Law(Strict):
@@ -148,6 +171,7 @@ class Scenario(Strict):
         simulated: the histogram of accepted drafts must equal the simulation's.
         lose_worker: kill the last worker during the first answer: the answer and a later one must end with an error.
         expect: what a run must have done.
+        by_name: is run only where it is asked for by its name.
         timeout_s: for the whole scenario.
     """
 
@@ -167,6 +191,7 @@ class Scenario(Strict):
     simulated: bool = False
     lose_worker: bool = False
     expect: tuple[Expectation, ...] = ()
+    by_name: bool = False
     timeout_s: PositiveInt = 240
 
     @model_validator(mode="after")
@@ -233,22 +258,22 @@ def load(path: Path) -> Scenario:
         ScenarioError: not YAML, or a setting that does not fit; the message says where and what is wanted.
     """
     try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ScenarioError(f"{path}: has {path.stat().st_size} bytes; wanted at most {MOST_BYTES}")
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ScenarioError(f"{path}: {error}") from None
     if not isinstance(data, dict):
         raise ScenarioError(f"{path}: holds {type(data).__name__}; wanted settings by name")
-    try:
-        return Scenario(name=path.stem, **data)
-    except (ValidationError, TypeError) as error:
-        lines = error.errors() if isinstance(error, ValidationError) else [{"loc": (), "msg": str(error)}]
-        what = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'scenario'}: {e['msg']}" for e in lines)
-        raise ScenarioError(f"{path}: {what}") from None
-        if path.stat().st_size > MOST_BYTES:
-            raise ScenarioError(f"{path}: has {path.stat().st_size} bytes; wanted at most {MOST_BYTES}")
     for group in ("engine", "vary"):
         unknown = sorted(set(map(str, data.get(group) or {})) - set(ENGINE))
         if unknown:
             raise ScenarioError(
                 f"{path}: {group}.{unknown[0]} is no setting of a scenario; wanted one of {', '.join(ENGINE)}"
             )
+    try:
+        return Scenario(name=path.stem, **data)
+    except (ValidationError, TypeError) as error:
+        lines = error.errors() if isinstance(error, ValidationError) else [{"loc": (), "msg": str(error)}]
+        what = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'scenario'}: {e['msg']}" for e in lines)
+        raise ScenarioError(f"{path}: {what}") from None

@@ -37,7 +37,7 @@ def occupancy(scheduler: Any) -> dict[str, int]:
         "slots": states.allocator.num_states,
         "slots_free": states.get_num_free(),
         "slots_cached": sum(c.slot >= 0 for c in checkpoints),
-        "blocks": blocks.num_gpu_blocks,
+        "blocks": blocks.num_gpu_blocks - scheduler.cache_config.num_reserved_gpu_blocks,
         "blocks_free": blocks.get_num_free_gpu_blocks(),
         "blocks_cached": len(({n.block_id for n in nodes} | {c.frozen_block_id for c in checkpoints}) - {-1}),
         "sequences": len(scheduler.seq_manager.get_all_sequences()),

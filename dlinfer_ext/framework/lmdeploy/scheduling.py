@@ -6,6 +6,8 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+from . import counters
+
 
 def patch_scheduler(module: Any) -> str:
     """Give up the state of a sequence that loses its place in the batch, so that it is computed again.
@@ -22,6 +24,7 @@ def patch_scheduler(module: Any) -> str:
     def preempt_seqs(self: Any, seqs: Iterable[Any]) -> None:
         preempted = list(seqs)
         original(self, preempted)
+        counters.add("preempted", len(preempted))
         if self.is_ssm:
             for seq in preempted:
                 seq.state.release_paging_resources()

@@ -25,7 +25,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +141,12 @@ def _records_of_workers(folder: Path, own: int, ranks: int, patience_s: float = 
         time.sleep(0.2)
 
 
-def run_one(run: dict[str, Any], records: Path) -> dict[str, Any]:
+def run_one(
+    run: dict[str, Any], records: Path, each: Callable[[list[dict[str, Any]]], None] | None = None
+) -> dict[str, Any]:
     """Start an engine, ask it, close it; `records` is the folder of its processes' counters.
+
+    `each` is called with the outputs of every round before the next one is taken from `rounds`.
 
     Raises:
         Exception: whatever LMDeploy raises at start.
@@ -181,7 +185,10 @@ def run_one(run: dict[str, Any], records: Path) -> dict[str, Any]:
                 ends = _lose_worker(pipe, requests[0], configs[0])
                 break
             ask = _streamed_round if any(r.get("cancel_after") for r in requests) else _whole_round
-            outputs += ask(pipe, requests, configs)
+            found = ask(pipe, requests, configs)
+            outputs += found
+            if each is not None:
+                each(found)
         seconds = time.monotonic() - started
     own = counters.record()
     workers = _records_of_workers(records, own["pid"], engine.get("tp", 1) if executor != "UniExecutor" else 0)
