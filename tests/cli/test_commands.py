@@ -110,12 +110,12 @@ def test_bench_fails_where_a_case_misses_a_bound(
 ) -> None:
     def nothing() -> None: ...
 
-    case = Case("a case", nothing, nothing, nothing, target, None, lambda: 1.0, limit)
+    case = Case("a case", nothing, {"plain": nothing}, nothing, target, None, lambda: 1.0, limit)
     monkeypatch.setattr(
         "dlinfer_ext.cli.bench.importlib.import_module", lambda _: SimpleNamespace(cases=lambda: [case])
     )
     assert main_bench(["ops", "--family", "conv", "--json"]) == code
-    assert json.loads(capsys.readouterr().out)[0]["held"] == (code == 0)
+    assert json.loads(capsys.readouterr().out)["cases"][0]["held"] == (code == 0)
 
 
 def main_bench(arguments: list[str]) -> int:

@@ -1,8 +1,7 @@
-"""Causal convolution: ring prefill as the engine calls it, against a loop over requests with `F.conv1d`."""
+"""Causal convolution: ring prefill as the engine calls it, and verify steps, against `F.conv1d` over each request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from dlinfer_ext.ops.causal_conv1d import causal_conv1d_update
 from dlinfer_ext.vendor.ascend.triton_ops import causal_conv1d_fn
 
-from . import Case, peak_bytes
+from . import Case, peak_bytes, public
 
 WIDTH = 4
 COLUMNS = WIDTH + 2  # two drafts
@@ -59,6 +58,17 @@ class Prefill:
             outs.append(F.silu(out[0]).to(full.dtype))
         return torch.cat(outs, 1)
 
+    def transformers(self) -> Tensor:
+        """Run one batch of rows of equal length, with the windows taken from the ring and put back into it."""
+        form = public("models.qwen3_5.modeling_qwen3_5", "causal_conv1d_update")
+        rows = self.slots.numel()
+        x = self.x.view(rows, -1, self.x.shape[1]).transpose(1, 2)
+        # Its window is WIDTH columns of which the oldest is not looked at.
+        window = F.pad(self.pool[self.slots[:, None], self.read].transpose(1, 2), (1, 0))
+        out: Tensor = form(x, window, self.weight, None, "silu")
+        self.pool[self.slots[:, None], self.write] = window.transpose(1, 2)
+        return out
+
     def copy(self) -> Tensor:
         return self.x.clone()
 
@@ -69,11 +79,11 @@ class Prefill:
 class Update:
     """A verify step of N requests with q rows each, ring layout."""
 
-    def __init__(self, rows: int, length: int, channels: int) -> None:
+    def __init__(self, rows: int, length: int, channels: int, columns: int = COLUMNS) -> None:
         generator = torch.Generator().manual_seed(0)
         self.x = torch.randn(rows, length, channels, generator=generator).bfloat16()
         self.weight = torch.randn(WIDTH, channels, generator=generator).bfloat16()
-        self.pool = torch.randn(rows, COLUMNS, channels, generator=generator).bfloat16()
+        self.pool = torch.randn(rows, columns, channels, generator=generator).bfloat16()
         self.slots = torch.arange(rows - 1, -1, -1)
         self.history = torch.arange(rows) + 11
 
@@ -81,6 +91,18 @@ class Update:
         return causal_conv1d_update(
             self.x, self.pool, self.weight, conv_state_indices=self.slots, cache_seqlens=self.history
         )
+
+    def loop(self) -> list[Tensor]:
+        """Convolve each request's window and new rows in fp32, as in `Prefill.loop`; write the ring by columns."""
+        outs, weight, columns = [], self.weight.float().t()[:, None], self.pool.shape[1]
+        for row, (slot, past) in enumerate(zip(self.slots.tolist(), self.history.tolist(), strict=True)):
+            pool = self.pool[slot]
+            full = torch.cat([pool[[(past + i) % columns for i in range(1 - WIDTH, 0)]], self.x[row]])
+            out = F.conv1d(full.t()[None].float(), weight, groups=full.shape[1])
+            for i in range(max(0, self.x.shape[1] - columns), self.x.shape[1]):
+                pool[(past + i) % columns] = self.x[row, i]
+            outs.append(F.silu(out[0].t()).to(full.dtype))
+        return outs
 
     def copy(self) -> Tensor:
         return self.x.clone()
@@ -92,17 +114,20 @@ def _prefill(rows: int, length: int, channels: int, dtype: torch.dtype, target: 
     return Case(
         f"causal_conv1d_fn ring {rows}x{length}x{channels} {kind}",
         work.run,
-        work.loop,
+        {"loop": work.loop, "transformers": work.transformers},
         work.copy,
         target,
         extra_memory=work.extra_memory,
         memory_limit=MEMORY_LIMIT,
+        tokens=rows * length,
     )
 
 
 def _growth(curve: str, size: int, work: Prefill | Update) -> Case:
-    run: Callable[[], object] = work.run
-    return Case(f"{curve}={size}", run, None, work.copy, growth=curve)
+    tokens = work.x.numel() // work.x.shape[-1]
+    # Rows are what a loop grows with; on the other curves it would measure the same convolution again.
+    baselines = {"loop": work.loop} if "verify" in curve else {}
+    return Case(f"{curve}={size}", work.run, baselines, work.copy, growth=curve, point=size, tokens=tokens)
 
 
 def cases() -> list[Case]:
@@ -122,4 +147,5 @@ def cases() -> list[Case]:
         *(_growth("conv prefill rows", n, Prefill(n, 8, 1024, torch.bfloat16)) for n in (16, 32, 64, 128)),
         *(_growth("conv prefill channels", n, Prefill(8, 64, n, torch.bfloat16)) for n in (512, 1024, 2048, 4096)),
         *(_growth("conv verify rows", n, Update(n, 3, 2048)) for n in (1, 8, 32, 64, 128)),
+        *(_growth("conv verify drafts", n, Update(32, 1 + n, 2048, WIDTH + n)) for n in (0, 1, 3, 7)),
     ]

@@ -7,14 +7,13 @@ from typing import Any
 
 from dlinfer_ext.ops import gated_delta_rule, gated_delta_rule_update
 
-from . import Case
+from . import Case, public
 from .rules import Rule, rule_cases
 
 
 def _public() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as public
-
-    return public.torch_chunk_gated_delta_rule, public.torch_recurrent_gated_delta_rule
+    module = "models.qwen3_5.modeling_qwen3_5"
+    return public(module, "torch_chunk_gated_delta_rule"), public(module, "torch_recurrent_gated_delta_rule")
 
 
 RULE = Rule("gated_delta_rule", "", gated_delta_rule, gated_delta_rule_update, 16, 32, 128, False, _public)

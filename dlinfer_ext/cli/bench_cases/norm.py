@@ -1,4 +1,4 @@
-"""Gated RMS norm, head dimension 128, against the formulation of transformers' Qwen3.5."""
+"""Gated RMS norm, head dimension 128, against the module of transformers' Qwen3.5 and its expression."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dlinfer_ext.ops import gated_rms_norm
 
-from . import Case, peak_bytes
+from . import Case, peak_bytes, public
 
 HIDDEN = 128
 
@@ -24,7 +24,13 @@ class Norm:
     def run(self) -> Tensor:
         return gated_rms_norm(self.x, self.gate, self.weight)
 
-    def public(self) -> Tensor:
+    def transformers(self) -> Tensor:
+        module = public("models.qwen3_5.modeling_qwen3_5", "Qwen3_5RMSNormGated")(HIDDEN)
+        module.weight = torch.nn.Parameter(self.weight, requires_grad=False)
+        out: Tensor = module(self.x, self.gate)
+        return out
+
+    def plain(self) -> Tensor:
         x = self.x.to(torch.float32)
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
         x = self.weight * x.to(self.x.dtype)
@@ -48,14 +54,17 @@ def cases() -> list[Case]:
                 Case(
                     f"gated_rms_norm {what}x32x{HIDDEN} {kind}",
                     work.run,
-                    work.public,
+                    {"plain": work.plain, "transformers": work.transformers},
                     work.copy,
                     target=target,
                     extra_memory=work.extra_memory,
                     memory_limit=limit,
+                    tokens=rows // 32,
                 )
             )
     for rows in (1024, 4096, 16384, 65536):
         work = Norm(rows, torch.bfloat16)
-        found.append(Case(f"norm rows={rows}", work.run, None, work.copy, growth="norm rows"))
+        found.append(
+            Case(f"norm rows={rows}", work.run, {}, work.copy, growth="norm rows", point=rows, tokens=rows // 32)
+        )
     return found

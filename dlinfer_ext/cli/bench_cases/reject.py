@@ -1,4 +1,7 @@
-"""Rejection sampling against the usual batched formulation: one exponential number per vocabulary entry and request."""
+"""Rejection sampling against the usual batched formulation, and transformers' for one request, called for each.
+
+The usual formulation draws one exponential number per vocabulary entry and request.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import torch
 
 from dlinfer_ext.ops import verify, verify_greedy
 
-from . import Case, peak_bytes
+from . import Case, peak_bytes, public
 
 MEMORY_LIMIT = 2.5  # times the fp32 bytes of the target logits
 
@@ -26,7 +29,24 @@ class Verify:
     def run(self) -> object:
         return verify(self.logits, self.draft, self.bonus, draft_probs=self.probs, seeds=self.seeds, offsets=self.seeds)
 
-    def public(self) -> object:
+    def loop(self) -> object:
+        """Sample each request with transformers' function for one; it takes logits of the drafts and of the bonus."""
+        form = public("generation.utils", "_speculative_sampling")
+        found, count = [], self.draft.shape[1]
+        for logits, draft in zip(self.logits, self.draft, strict=True):
+            drafted = torch.zeros_like(logits).scatter_(1, draft[:, None], 1.0).log()
+            found.append(form(draft[None], drafted[None], count, torch.cat([logits, logits[-1:]])[None]))
+        return found
+
+    def loop_of_probs(self) -> object:
+        form = public("generation.utils", "_speculative_sampling")
+        found, count = [], self.draft.shape[1]
+        assert self.probs is not None
+        for logits, probs, draft in zip(self.logits, self.probs, self.draft, strict=True):
+            found.append(form(draft[None], probs.log()[None], count, torch.cat([logits, logits[-1:]])[None]))
+        return found
+
+    def plain(self) -> object:
         p = self.logits.softmax(-1, dtype=torch.float32)
         at = self.draft[..., None]
         q = self.probs if self.probs is not None else torch.zeros_like(p).scatter_(-1, at, 1.0)
@@ -62,6 +82,10 @@ class Greedy:
         return self.target.clone(), self.draft.clone()
 
 
+def _growth(curve: str, size: int, work: Verify | Greedy, tokens: int) -> Case:
+    return Case(f"{curve}={size}", work.run, {}, work.copy, growth=curve, point=size, tokens=tokens)
+
+
 def cases() -> list[Case]:
     """Return the cases; each owns its tensors."""
     found = []
@@ -72,17 +96,21 @@ def cases() -> list[Case]:
                 Case(
                     f"rejection_sample {batch}x{num_drafts}x{vocab}{' draft probs' if probs else ''}",
                     work.run,
-                    work.public,
+                    {"plain": work.plain, "loop": work.loop_of_probs if probs else work.loop},
                     work.copy,
                     target=2.0,
                     extra_memory=work.extra_memory,
                     memory_limit=MEMORY_LIMIT,
+                    tokens=batch * num_drafts,
                 )
             )
     for batch in (8, 16, 32, 64):
         work = Verify(batch, 3, 16000, False)
-        found.append(Case(f"reject rows={batch}", work.run, None, work.copy, growth="reject rows"))
+        found.append(_growth("reject rows", batch, work, work.draft.numel()))
+    for num_drafts in (1, 2, 4, 8):
+        work = Verify(8, num_drafts, 16000, False)
+        found.append(_growth("reject drafts", num_drafts, work, work.draft.numel()))
     for batch in (16, 64, 256):
         greedy = Greedy(batch, 4)
-        found.append(Case(f"reject greedy rows={batch}", greedy.run, None, greedy.copy, growth="reject greedy rows"))
+        found.append(_growth("reject greedy rows", batch, greedy, greedy.draft.numel()))
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from dlinfer_ext.ops import kpool_select, kpool_update, latent_attention
 
-from . import Case, peak_bytes
+from . import Case, Form, peak_bytes
 
 # Of GLM-5.3-Flash over eight ranks; the indexer is on every rank.
 HEADS, LATENT, INDEX_HEADS, INDEX_DIM, POOL, TOPK, BLOCK = 8, 512, 32, 128, 4, 2048, 128
@@ -130,16 +129,17 @@ class Step:
 def _update(rows: int, tokens: int, past: int) -> Case:
     """Return a case without a target: the public formulation of fresh prompts takes nothing from caches and to them."""
     step = Step(rows, tokens, past)
-    baseline: Callable[[], object] | None = step.update_loop if past == 0 else None
+    baselines: dict[str, Form] = {"loop": step.update_loop} if past == 0 else {}
     name = f"kpool_update {rows}x{tokens} after {past} fp32"
-    return Case(name, step.update, baseline, lambda: (step.k.clone(), step.gate.clone()))
+    return Case(name, step.update, baselines, lambda: (step.k.clone(), step.gate.clone()), tokens=rows * tokens)
 
 
 def _select(rows: int, tokens: int, past: int, target: float | None = None, growth: str | None = None) -> Case:
     step = Step(rows, tokens, past)
-    baseline: Callable[[], object] | None = step.select_loop if target else None
+    baselines: dict[str, Form] = {"loop": step.select_loop} if target else {}
     name = f"kpool_select {rows}x{tokens} after {past} fp32{', growth' if growth else ''}"
-    return Case(name, step.select, baseline, step.keys.clone, target, growth)
+    point = rows if growth else None
+    return Case(name, step.select, baselines, step.keys.clone, target, growth, tokens=rows * tokens, point=point)
 
 
 def _attend(rows: int, tokens: int, past: int, *, sparse: bool, target: float | None = None) -> Case:
@@ -148,11 +148,12 @@ def _attend(rows: int, tokens: int, past: int, *, sparse: bool, target: float | 
     return Case(
         f"latent_attention {'sparse' if sparse else 'dense'} {rows}x{tokens} after {past} H{HEADS} C{LATENT} fp32",
         lambda: step.attend(indices),
-        partial(step.attend_loop, sparse) if target else None,
+        {"loop": partial(step.attend_loop, sparse)} if target else {},
         step.values.clone,
         target,
         extra_memory=lambda: step.extra_memory(indices),
         memory_limit=1.5,
+        tokens=rows * tokens,
     )
 
 
