@@ -117,7 +117,7 @@ def prepare_text(work: Path, train_tokenizer: Callable[[list[str]], Any]) -> dic
         train, held_out = [read(f) for f in train_files], [read(f) for f in held_out_files]
         tokenizer = train_tokenizer(train)
         tokenizer.save_pretrained(work / "tokenizer")
-        tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
+        tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer", trust_remote_code=False)
 
         def stream(texts: list[str]) -> torch.Tensor:
             return torch.tensor([i for ids in tokenizer(texts, verbose=False)["input_ids"] for i in ids])
@@ -177,7 +177,7 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     step, seconds = 0, 0.0
     if path.exists():
-        state = torch.load(path)
+        state = torch.load(path, weights_only=True)
         modules.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         generator.set_state(state["generator"])

@@ -120,7 +120,7 @@ def plan(question: Question) -> Card:
         try:
             with _quiet():
                 return _plan(question, folder, method)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:  # the latter: no model for these architectures, or this auto_map
             raise PlanError(f"plan: {error}") from error
         except AssertionError as error:
             # LMDeploy's builders check so, mostly without words.
