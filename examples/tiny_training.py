@@ -131,7 +131,7 @@ def prepare_text(work: Path, train_tokenizer: Callable[[list[str]], Any]) -> dic
             "held_out": [f.relative_to(sysconfig.get_paths()["stdlib"]).as_posix() for f in held_out_files],
         }
         save({"train": stream(train), "held_out": stream(held_out), "facts": facts}, product)
-    text: dict[str, Any] = torch.load(product)
+    text: dict[str, Any] = torch.load(product, weights_only=True)
     print(f"text: {len(text['train'])} training tokens, {len(text['held_out'])} held out", flush=True)
     return text
 
@@ -264,7 +264,7 @@ def prepare_hidden(model: Any, text: dict[str, Any], work: Path, seed: int) -> d
             greedy = model.generate(prompts, max_new_tokens=new, do_sample=False, eos_token_id=None)
             hidden = torch.cat([hidden_states(model, part).half() for part in torch.split(tokens, 16)])
             save({"tokens": tokens, "hidden": hidden, "greedy": greedy}, product)
-    data: dict[str, torch.Tensor] = torch.load(product)
+    data: dict[str, torch.Tensor] = torch.load(product, weights_only=True)
     return data
 
 
@@ -343,7 +343,7 @@ def save_checkpoint(recipe: Recipe, model: Any, head: Any, tokenizer: Any, out: 
 
 def save_prompts(model: Any, text: dict[str, Any], greedy: torch.Tensor, out: Path, path: Path) -> float:
     """Write the held-out prompts, their greedy continuations and an excerpt of four windows; return its loss."""
-    tokenizer = AutoTokenizer.from_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(out, trust_remote_code=False)
     excerpt = held_out_windows(text)[::8]
     data = {
         "source": text["facts"]["source"],
@@ -377,7 +377,7 @@ def run(recipe: Recipe, description: str | None) -> None:
     torch.set_num_threads(args.threads)
     args.work.mkdir(parents=True, exist_ok=True)
     text = prepare_text(args.work, recipe.train_tokenizer)
-    tokenizer = AutoTokenizer.from_pretrained(args.work / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(args.work / "tokenizer", trust_remote_code=False)
     model = recipe.build_model(tokenizer, args.seed)
     base = train_base(recipe, model, text, args.work, steps=args.steps, minutes=args.minutes, seed=args.seed)
     if base is None:
