@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         files = [scenario.find(n) for n in args.config] if args.config else scenario.shipped()
-        scenarios = [scenario.load(f) for f in files]
+        scenarios = [s for f in files if not (s := scenario.load(f)).by_name or args.config or args.list]
     except scenario.ScenarioError as error:
         print(f"e2e: {error}", file=sys.stderr)
         return 2

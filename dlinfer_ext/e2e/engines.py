@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import envs
-from . import client, memory, server, soak
+from . import client, server, soak
 from .scenario import Run, Scenario
 from .target import Target
 
@@ -96,22 +96,19 @@ def through_server(scenario: Scenario, target: Target, run: Run, bodies: list[li
     line = server.command(target.model, "model", port, run.drafts, tuple(flags))
     with tempfile.TemporaryDirectory(prefix="dlinfer_ext_records_") as folder:
         env = target.environment(scenario) | {envs.COUNTERS.name: folder}
-        started, outputs = time.monotonic(), []
-        refused = soak.bodies(soak.drawn(scenario.soak)[1], "model") if scenario.soak else []
+        outputs: list[dict[str, Any]] = []
         more: dict[str, Any] = {}
-        if scenario.soak:
+        limit = scenario.timeout_s * target.patience
+        if scenario.soak is not None:
             env |= soak.PROBES
         with server.serving(line, "model", port, env, 180 * target.patience) as running:
             started = time.monotonic()
-            with memory.watched(running.pid) if scenario.soak else contextlib.nullcontext([]) as samples:
+            if scenario.soak is not None:
+                outputs, more = soak.ask(scenario.soak, running, bodies[0], limit, Path(folder))
+            else:
                 for requests in bodies:
-                    outputs += client.ask_all(running.url, [*requests, *refused], scenario.timeout_s * target.patience)
+                    outputs += client.ask_all(running.url, requests, limit)
             seconds = time.monotonic() - started
-            if scenario.soak:
-                asked = len(outputs) - len(refused)
-                held = soak.settled(Path(folder), time.time())
-                more = {"refused": outputs[asked:], "held": held, "memory": samples}
-                outputs = outputs[:asked]
         records = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(Path(folder).glob("counters-*.json"))]
     return {"outputs": outputs, "processes": records, "executor": "server", "seconds": seconds, "ends": []} | more
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from . import malformed, memory
+from . import client, malformed, memory
 from .scenario import Request, Soak, Span
+from .server import Server
 
 # A server asks its engine how it is every so often, which makes the engine record what it holds.
 PROBES: Final = {"LMDEPLOY_HEALTH_POLL_INTERVAL": "2", "LMDEPLOY_HEALTH_PROBE_TIMEOUT": "1.9"}
@@ -58,10 +59,30 @@ def drawn(soak: Soak) -> tuple[list[Request], list[Refused]]:
     return requests, refused
 
 
-def bodies(refused: Sequence[Refused], model: str) -> list[dict[str, Any]]:
-    """Return malformed requests as `client.ask_all` takes them."""
-    kinds = malformed.requests(model)
-    return [{"post": kinds[r.name], "wait": r.wait} for r in refused]
+def ask(
+    soak: Soak, server: Server, bodies: Sequence[dict[str, Any]], timeout_s: float, folder: Path
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Send the requests of a soak and its malformed ones, and watch the server meanwhile.
+
+    Args:
+        soak: the settings.
+        server: one with DLINFER_EXT_COUNTERS and `PROBES` in its environment.
+        bodies: of the well formed requests.
+        timeout_s: for each.
+        folder: of DLINFER_EXT_COUNTERS.
+
+    Returns:
+        The outputs of `bodies`; and "refused", the replies to the malformed requests, "held", what the engine held once
+        it was idle, "memory", samples of the server's processes, and "seconds" until the last answer.
+    """
+    kinds = malformed.requests(server.model)
+    refused = [{"post": kinds[r.name], "wait": r.wait} for r in drawn(soak)[1]]
+    started = time.monotonic()
+    with memory.watched(server.pid) as samples:
+        outputs = client.ask_all(server.url, [*bodies, *refused], timeout_s)
+    seconds = time.monotonic() - started
+    more = {"refused": outputs[len(bodies) :], "held": settled(folder, time.time()), "memory": samples}
+    return outputs[: len(bodies)], more | {"seconds": seconds}
 
 
 def settled(folder: Path, since: float) -> dict[str, Any] | None:
