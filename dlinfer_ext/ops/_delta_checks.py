@@ -11,11 +11,22 @@ from ._checks import (
     INTS,
     require,
     require_dtype,
+    require_flag,
     require_inference,
+    require_int,
+    require_lengths,
+    require_real,
     require_same_device,
     require_shape,
     require_tensor,
 )
+
+
+def require_options(op: str, scale: float | None, use_qk_l2norm: bool, state_v_first: bool, pad_slot_id: int) -> None:
+    require_real(op, "scale", scale, optional=True)
+    require_flag(op, "use_qk_l2norm", use_qk_l2norm)
+    require_flag(op, "state_v_first", state_v_first)
+    require_int(op, "pad_slot_id", pad_slot_id)
 
 
 def require_inputs(
@@ -115,7 +126,6 @@ def require_update(
     num_accepted_tokens: Tensor | None,
     cu_seqlens: Tensor | None,
     state_v_first: bool,
-    pad_slot_id: int,
     channel_gates: dict[str, Tensor] | None = None,
     **gates: Tensor,
 ) -> None:
@@ -124,7 +134,12 @@ def require_update(
     require_inputs(op, ["T"] if packed else ["N", "Q"], q, k, v, channel_gates, **gates)
     ring = require_pool(op, state, q, v, state_v_first, history_lens)
     rows = require_cu_seqlens(op, cu_seqlens, q) if cu_seqlens is not None else q.shape[0]
-    table = isinstance(state_indices, Tensor) and state_indices.dim() == 2
+    if state_indices is not None:
+        require_tensor(op, "state_indices", state_indices)
+        require(
+            state_indices.dim() in (1, 2), op, "state_indices", f"of shape {list(state_indices.shape)}", "[N] or [N, W]"
+        )
+    table = state_indices is not None and state_indices.dim() == 2
     require(
         num_accepted_tokens is None or table,
         op,
@@ -164,7 +179,6 @@ def require_prompts(
     state_indices: Tensor | None,
     history_lens: Tensor | None,
     state_v_first: bool,
-    pad_slot_id: int,
     host_lengths: Sequence[int] | None,
 ) -> list[int] | None:
     """Check what packed prompts take besides their inputs; return the row lengths as ints, or None."""
@@ -172,13 +186,4 @@ def require_prompts(
     rows = require_cu_seqlens(op, cu_seqlens, q)
     require_rows(op, rows, q, state_indices=state_indices, history_lens=history_lens)
     require_default_slots(op, rows, state, state_indices)
-    lengths = None if host_lengths is None else [int(n) for n in host_lengths]
-    if lengths is not None:
-        require(
-            len(lengths) == rows and min(lengths, default=0) >= 0 and sum(lengths) <= q.shape[0],
-            op,
-            "host_lengths",
-            str(lengths),
-            f"{rows} lengths >= 0 of at most {q.shape[0]} tokens in all",
-        )
-    return lengths
+    return require_lengths(op, host_lengths, rows, q.shape[0])

@@ -6,7 +6,18 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ._checks import FLOATS, INTS, require, require_dtype, require_inference, require_same_device, require_shape
+from ._checks import (
+    FLOATS,
+    INTS,
+    MOST_POSITIONS,
+    require,
+    require_dtype,
+    require_inference,
+    require_int,
+    require_lengths,
+    require_same_device,
+    require_shape,
+)
 
 
 def require_cache(op: str, name: str, cache: Tensor, width: int) -> None:
@@ -24,10 +35,6 @@ def require_rows(
     cu_seqlens: Tensor,
     block_offsets: Tensor,
     history_lens: Tensor,
-    *,
-    blocks: int,
-    block_size: int,
-    max_kv_len: int | None = None,
     host_lengths: Sequence[int] | None = None,
 ) -> list[int] | None:
     """Check what tells the rows of the packed tokens x, named `first`; return the row lengths as ints, or None."""
@@ -40,14 +47,10 @@ def require_rows(
     for name, t in given.items():
         require_dtype(op, name, t, INTS)
     require_same_device(op, first, x, **given)
-    require(max_kv_len is None or max_kv_len >= 0, op, "max_kv_len", max_kv_len, "at least 0")
-    lengths = None if host_lengths is None else [int(n) for n in host_lengths]
-    if lengths is not None:
-        require(
-            len(lengths) == rows and min(lengths, default=0) >= 0,
-            op,
-            "host_lengths",
-            str(lengths),
-            f"{rows} lengths >= 0",
-        )
-    return lengths
+    return require_lengths(op, host_lengths, rows)
+
+
+def require_positions(op: str, name: str, value: int, least: int, most: int = MOST_POSITIONS) -> None:
+    """Check a number of tokens."""
+    require_int(op, name, value)
+    require(least <= value <= most, op, name, value, f"{least} to {most}")

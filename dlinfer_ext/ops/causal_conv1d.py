@@ -21,8 +21,11 @@ from ._checks import (
     FLOATS,
     INTS,
     require,
+    require_choice,
     require_dtype,
+    require_flag,
     require_inference,
+    require_int,
     require_same_device,
     require_shape,
     require_tensor,
@@ -116,7 +119,9 @@ def causal_conv1d(
         TypeError: a dtype that is not supported.
     """
     rows = _check_packed(_NAME, x, weight, bias, cu_seqlens, activation)
-    require(layout in ("linear", "ring"), _NAME, "layout", repr(layout), "'linear' or 'ring'")
+    require_choice(_NAME, "layout", layout, ("linear", "ring"), "'linear' or 'ring'")
+    require_int(_NAME, "pad_slot_id", pad_slot_id)
+    require_int(_NAME, "max_query_len", max_query_len, optional=True)
     _check_ints(_NAME, (rows,), state_indices=state_indices, history_lens=history_lens)
     if conv_state is not None:
         _check_pool(_NAME, conv_state, x, weight.shape[0])
@@ -180,6 +185,7 @@ def causal_conv1d_columns(
         TypeError: a dtype that is not supported.
     """
     rows = _check_packed(_COLUMNS, x, weight, bias, cu_seqlens, activation)
+    require_int(_COLUMNS, "pad_slot_id", pad_slot_id)
     width = weight.shape[0]
     _check_pool(_COLUMNS, conv_state, x, width)
     _check_identity(_COLUMNS, "state_indices", state_indices, rows, conv_state)
@@ -269,6 +275,9 @@ def causal_conv1d_update(
         TypeError: a dtype that is not supported.
     """
     require_tensor(_UPDATE, "x", x)
+    require_int(_UPDATE, "max_query_len", max_query_len)
+    require_int(_UPDATE, "pad_slot_id", pad_slot_id)
+    require_flag(_UPDATE, "validate_data", validate_data)
     packed = query_start_loc is not None
     ranks = (2,) if packed else (2, 3)
     wanted = "[T, D]" if packed else "[N, D] or [N, q, D]"
@@ -297,7 +306,11 @@ def causal_conv1d_update(
         "block_idx_last_scheduled_token": block_idx_last_scheduled_token,
         "initial_state_idx": initial_state_idx,
     }
-    table = isinstance(conv_state_indices, Tensor) and conv_state_indices.dim() == 2
+    if conv_state_indices is not None:
+        require_tensor(_UPDATE, "conv_state_indices", conv_state_indices)
+        shape = list(conv_state_indices.shape)
+        require(len(shape) in (1, 2), _UPDATE, "conv_state_indices", f"of shape {shape}", "[N] or [N, blocks]")
+    table = conv_state_indices is not None and conv_state_indices.dim() == 2
     for name, pointer in pointers.items():
         require(pointer is None or table, _UPDATE, name, "given", "None unless conv_state_indices is [N, blocks]")
     require(
@@ -369,7 +382,7 @@ def _check_operands(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, act
         require_dtype(op, "bias", bias, FLOATS)
     require_dtype(op, "x", x, FLOATS)
     require_dtype(op, "weight", weight, FLOATS)
-    require(activation in (None, "silu", "swish"), op, "activation", repr(activation), "None, 'silu' or 'swish'")
+    require_choice(op, "activation", activation, (None, "silu", "swish"), "None, 'silu' or 'swish'")
     require_same_device(op, "x", x, weight=weight, bias=bias)
     require_inference(op, x=x, weight=weight, bias=bias)
 

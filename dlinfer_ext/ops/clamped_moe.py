@@ -13,6 +13,8 @@ from ._checks import (
     require,
     require_dtype,
     require_inference,
+    require_int,
+    require_real,
     require_same_device,
     require_shape,
     require_tensor,
@@ -74,6 +76,7 @@ def clamped_silu_and_mul(x: Tensor, limit: float) -> Tensor:
     require_dtype(_UNIT, "x", x, FLOATS)
     even = x.dim() >= 1 and x.shape[-1] % 2 == 0
     require(even, _UNIT, "x", f"of shape {list(x.shape)}", "[.., 2F]")
+    require_real(_UNIT, "limit", limit)
     require(limit > 0, _UNIT, "limit", limit, "a number above 0")
     require_inference(_UNIT, x=x)
     return torch.ops.dlinfer_ext.clamped_silu_and_mul(x, limit)  # type: ignore[no-any-return]
@@ -130,6 +133,8 @@ def clamped_moe(
     require_dtype(_MOE, "topk_weights", topk_weights, FLOATS)
     require_same_device(_MOE, "x", x, gate_up=gate_up, down=down, topk_weights=topk_weights, topk_ids=topk_ids)
     require_inference(_MOE, x=x, gate_up=gate_up, down=down, topk_weights=topk_weights)
+    require_real(_MOE, "limit", limit)
+    require_int(_MOE, "first_expert", first_expert)
     require(limit > 0, _MOE, "limit", limit, "a number above 0")
     require(first_expert >= 0, _MOE, "first_expert", first_expert, "0 or more")
     return torch.ops.dlinfer_ext.clamped_moe(  # type: ignore[no-any-return]

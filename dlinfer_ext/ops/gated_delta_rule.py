@@ -13,11 +13,12 @@ from ._checks import (
     require,
     require_dtype,
     require_inference,
+    require_real,
     require_same_device,
     require_shape,
     require_tensor,
 )
-from ._delta_checks import require_inputs, require_prompts, require_update
+from ._delta_checks import require_inputs, require_options, require_prompts, require_update
 from ._delta_schemas import RULE_SCHEMA, UPDATE_SCHEMA, fake_rule, fake_update
 from ._registry import Operator
 
@@ -95,13 +96,17 @@ GATING_UPDATE: Final = Operator.define(
 )
 
 
-def _require_gating(op: str, a: Tensor, neg_exp_A: Tensor, dt_bias: Tensor, softplus_beta: float) -> None:
+def _require_gating(
+    op: str, a: Tensor, neg_exp_A: Tensor, dt_bias: Tensor, softplus_beta: float, softplus_threshold: float
+) -> None:
     """Check what the gates take besides a and b, against a [.., HV]."""
     for name, t in (("neg_exp_A", neg_exp_A), ("dt_bias", dt_bias)):
         require_shape(op, name, t, [a.shape[-1]])
         require_dtype(op, name, t, FLOATS)
     require_same_device(op, "a", a, neg_exp_A=neg_exp_A, dt_bias=dt_bias)
     require_inference(op, neg_exp_A=neg_exp_A, dt_bias=dt_bias)
+    require_real(op, "softplus_beta", softplus_beta)
+    require_real(op, "softplus_threshold", softplus_threshold)
     require(softplus_beta != 0, op, "softplus_beta", "0", "another number")
 
 
@@ -160,10 +165,9 @@ def gated_delta_rule(
         TypeError: not a tensor, or an unsupported dtype.
         ValueError: shapes, devices or lengths that do not fit, or an input that requires a gradient.
     """
+    require_options(_RULE, scale, use_qk_l2norm, state_v_first, pad_slot_id)
     require_inputs(_RULE, ["T"], q, k, v, g=g, beta=beta)
-    lengths = require_prompts(
-        _RULE, q, v, state, cu_seqlens, state_indices, history_lens, state_v_first, pad_slot_id, host_lengths
-    )
+    lengths = require_prompts(_RULE, q, v, state, cu_seqlens, state_indices, history_lens, state_v_first, host_lengths)
     return torch.ops.dlinfer_ext.gated_delta_rule(  # type: ignore[no-any-return]
         q, k, v, g, beta, state, cu_seqlens, state_indices, history_lens,
         q.shape[-1] ** -0.5 if scale is None else scale, use_qk_l2norm, state_v_first, pad_slot_id, lengths,
@@ -223,9 +227,10 @@ def gated_delta_rule_update(
         ValueError: shapes or devices that do not fit, more tokens per row than a ring or table can hold, or an input
             that requires a gradient.
     """
+    require_options(_UPDATE, scale, use_qk_l2norm, state_v_first, pad_slot_id)
     require_update(
         _UPDATE, q, k, v, state, state_indices, history_lens, num_accepted_tokens, cu_seqlens, state_v_first,
-        pad_slot_id, g=g, beta=beta,
+        g=g, beta=beta,
     )  # fmt: skip
     return torch.ops.dlinfer_ext.gated_delta_rule_update(  # type: ignore[no-any-return]
         q, k, v, g, beta, state, state_indices, history_lens, num_accepted_tokens, cu_seqlens,
@@ -269,7 +274,7 @@ def gated_delta_gate(
     require_dtype(_GATE, "b", b, FLOATS)
     require_same_device(_GATE, "a", a, b=b)
     require_inference(_GATE, a=a, b=b)
-    _require_gating(_GATE, a, neg_exp_A, dt_bias, softplus_beta)
+    _require_gating(_GATE, a, neg_exp_A, dt_bias, softplus_beta, softplus_threshold)
     return torch.ops.dlinfer_ext.gated_delta_gate(  # type: ignore[no-any-return]
         a, b, neg_exp_A, dt_bias, softplus_beta, softplus_threshold
     )
@@ -332,11 +337,12 @@ def sigmoid_gating_delta_rule_update(
         ValueError: shapes or devices that do not fit, more tokens per row than a ring or table can hold,
             softplus_beta = 0, or an input that requires a gradient.
     """
+    require_options(_GATING_UPDATE, scale, use_qk_l2norm, state_v_first, pad_slot_id)
     require_update(
         _GATING_UPDATE, q, k, v, state, state_indices, history_lens, num_accepted_tokens, cu_seqlens, state_v_first,
-        pad_slot_id, a=a, b=b,
+        a=a, b=b,
     )  # fmt: skip
-    _require_gating(_GATING_UPDATE, a, neg_exp_A, dt_bias, softplus_beta)
+    _require_gating(_GATING_UPDATE, a, neg_exp_A, dt_bias, softplus_beta, softplus_threshold)
     return torch.ops.dlinfer_ext.sigmoid_gating_delta_rule_update(  # type: ignore[no-any-return]
         q, k, v, a, b, neg_exp_A, dt_bias, state, state_indices, history_lens, num_accepted_tokens, cu_seqlens,
         q.shape[-1] ** -0.5 if scale is None else scale, use_qk_l2norm, state_v_first, pad_slot_id, softplus_beta,

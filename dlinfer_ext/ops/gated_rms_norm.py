@@ -10,8 +10,12 @@ from torch import Tensor, nn
 from ._checks import (
     FLOATS,
     require,
+    require_choice,
     require_dtype,
+    require_flag,
     require_inference,
+    require_int,
+    require_real,
     require_same_device,
     require_shape,
     require_tensor,
@@ -19,6 +23,7 @@ from ._checks import (
 from ._registry import Operator
 
 _NAME: Final = "gated_rms_norm"
+_MOST_CHANNELS: Final = 1 << 24
 _ACTIVATIONS: Final = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 
@@ -96,12 +101,33 @@ def gated_rms_norm(
         require_dtype(_NAME, "bias", bias, FLOATS)
     require_same_device(_NAME, "x", x, gate=gate, weight=weight, bias=bias)
     require_inference(_NAME, x=x, gate=gate, weight=weight, bias=bias)
-    require(activation in _ACTIVATIONS, _NAME, "activation", repr(activation), "'silu', 'swish' or 'sigmoid'")
-    group = hidden if group_size is None else group_size
-    require(group >= 1 and hidden % group == 0, _NAME, "group_size", str(group_size), f"None or a divisor of {hidden}")
+    group = _require_settings(_NAME, hidden, eps, activation, norm_before_gate, group_size)
     return torch.ops.dlinfer_ext.gated_rms_norm(  # type: ignore[no-any-return]
         x, gate, weight, bias, eps, _ACTIVATIONS[activation], norm_before_gate, group
     )
+
+
+def _require_settings(
+    op: str, hidden: int, eps: float, activation: str, norm_before_gate: bool, group_size: int | None
+) -> int:
+    """Check the settings of a norm; return the channels of a group."""
+    require_real(op, "eps", eps)
+    require_flag(op, "norm_before_gate", norm_before_gate)
+    require_int(op, "group_size", group_size, optional=True)
+    require_choice(op, "activation", activation, tuple(_ACTIVATIONS), "'silu', 'swish' or 'sigmoid'")
+    group = hidden if group_size is None else group_size
+    require(group >= 1 and hidden % group == 0, op, "group_size", str(group_size), f"None or a divisor of {hidden}")
+    return group
+
+
+def _is_device(device: object) -> bool:
+    if not isinstance(device, str):
+        return device is None or isinstance(device, torch.device)
+    try:
+        torch.device(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def rmsnorm_fn(
@@ -135,6 +161,7 @@ def rmsnorm_fn(
         TypeError: as `gated_rms_norm`.
         ValueError: as `gated_rms_norm`, or upcast is False.
     """
+    require_flag("rmsnorm_fn", "upcast", upcast)
     require(upcast, "rmsnorm_fn", "upcast", "False", "True: arithmetic is fp32 on every route")
     return gated_rms_norm(
         x, z, weight, bias, eps=eps, activation=activation, norm_before_gate=norm_before_gate, group_size=group_size
@@ -152,6 +179,10 @@ class RMSNormGated(nn.Module):
         device: of the weight.
         dtype: of the weight; None means torch's default.
         activation: of the gate, "silu", "swish" or "sigmoid".
+
+    Raises:
+        TypeError: a setting of another type.
+        ValueError: a size, activation, dtype or device that does not serve.
     """
 
     def __init__(
@@ -165,6 +196,12 @@ class RMSNormGated(nn.Module):
         activation: str = "silu",
     ) -> None:
         super().__init__()
+        op = "RMSNormGated"
+        require_int(op, "hidden_size", hidden_size)
+        require(1 <= hidden_size <= _MOST_CHANNELS, op, "hidden_size", hidden_size, f"1 to {_MOST_CHANNELS}")
+        _require_settings(op, hidden_size, eps, activation, norm_before_gate, group_size)
+        require(dtype is None or dtype in FLOATS, op, "dtype", dtype, "None, float32, bfloat16 or float16")
+        require(_is_device(device), op, "device", repr(device), "None or a device that torch.device takes")
         self.eps = eps
         self.group_size = group_size
         self.norm_before_gate = norm_before_gate

@@ -12,12 +12,15 @@ from ._checks import (
     require,
     require_dtype,
     require_inference,
+    require_int,
+    require_real,
     require_same_device,
     require_shape,
     require_tensor,
 )
 from ._registry import Operator
 
+MOST_ITERS: Final = 1000
 _PRE: Final = "hyper_connection_pre"
 _POST: Final = "hyper_connection_post"
 
@@ -88,7 +91,7 @@ def hyper_connection_pre(
         base: [n(2 + n)], any float dtype.
         norm_eps: inside the root of the norm.
         eps: added to pre, to the softmax and to each sum that is divided by.
-        sinkhorn_iters: column steps, 1 or more.
+        sinkhorn_iters: column steps, 1 to 1000 (GLM-5.3-Flash has 20; a mistake may not take a process for hours).
 
     Returns:
         x [T, D] in the dtype of streams, post [T, n] and comb [T, n, n] in fp32, all fresh. Nothing is mutated.
@@ -105,9 +108,12 @@ def hyper_connection_pre(
         require_dtype(_PRE, name, weight, FLOATS)
     require_same_device(_PRE, "streams", streams, fn=fn, scale=scale, base=base)
     require_inference(_PRE, streams=streams, fn=fn, scale=scale, base=base)
+    require_real(_PRE, "norm_eps", norm_eps)
+    require_real(_PRE, "eps", eps)
+    require_int(_PRE, "sinkhorn_iters", sinkhorn_iters)
     require(norm_eps > 0, _PRE, "norm_eps", norm_eps, "a number above 0")
     require(eps >= 0, _PRE, "eps", eps, "a number of 0 or more")
-    require(sinkhorn_iters >= 1, _PRE, "sinkhorn_iters", sinkhorn_iters, "1 or more")
+    require(1 <= sinkhorn_iters <= MOST_ITERS, _PRE, "sinkhorn_iters", sinkhorn_iters, f"1 to {MOST_ITERS}")
     return torch.ops.dlinfer_ext.hyper_connection_pre(  # type: ignore[no-any-return]
         streams, fn, scale, base, norm_eps, eps, sinkhorn_iters
     )

@@ -13,11 +13,12 @@ from ._checks import (
     require,
     require_dtype,
     require_inference,
+    require_real,
     require_same_device,
     require_shape,
     require_tensor,
 )
-from ._delta_checks import require_inputs, require_prompts, require_update
+from ._delta_checks import require_inputs, require_options, require_prompts, require_update
 from ._delta_schemas import RULE_SCHEMA, UPDATE_SCHEMA, fake_rule, fake_update
 from ._registry import Operator
 
@@ -109,10 +110,9 @@ def kda(
         TypeError: not a tensor, or an unsupported dtype.
         ValueError: shapes, devices or lengths that do not fit, or an input that requires a gradient.
     """
+    require_options(_RULE, scale, use_qk_l2norm, state_v_first, pad_slot_id)
     require_inputs(_RULE, ["T"], q, k, v, {"g": g}, beta=beta)
-    lengths = require_prompts(
-        _RULE, q, v, state, cu_seqlens, state_indices, history_lens, state_v_first, pad_slot_id, host_lengths
-    )
+    lengths = require_prompts(_RULE, q, v, state, cu_seqlens, state_indices, history_lens, state_v_first, host_lengths)
     return torch.ops.dlinfer_ext.kda(  # type: ignore[no-any-return]
         q, k, v, g, beta, state, cu_seqlens, state_indices, history_lens,
         q.shape[-1] ** -0.5 if scale is None else scale, use_qk_l2norm, state_v_first, pad_slot_id, lengths,
@@ -166,9 +166,10 @@ def kda_update(
         ValueError: shapes or devices that do not fit, more tokens per row than a ring or table can hold, or an input
             that requires a gradient.
     """
+    require_options(_UPDATE, scale, use_qk_l2norm, state_v_first, pad_slot_id)
     require_update(
         _UPDATE, q, k, v, state, state_indices, history_lens, num_accepted_tokens, cu_seqlens, state_v_first,
-        pad_slot_id, {"g": g}, beta=beta,
+        {"g": g}, beta=beta,
     )  # fmt: skip
     return torch.ops.dlinfer_ext.kda_update(  # type: ignore[no-any-return]
         q, k, v, g, beta, state, state_indices, history_lens, num_accepted_tokens, cu_seqlens,
@@ -207,6 +208,7 @@ def kda_gate(x: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | Non
     require_shape(_GATE, "dt_bias", dt_bias, [heads * keys] if dt_bias.dim() == 1 else [heads, keys])
     for name, t in (("A_log", A_log), ("dt_bias", dt_bias)):
         require_dtype(_GATE, name, t, FLOATS)
+    require_real(_GATE, "lower_bound", lower_bound, optional=True)
     require(
         lower_bound is None or _LEAST_BOUND <= lower_bound < 0,
         _GATE,

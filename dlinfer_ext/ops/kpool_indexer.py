@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._checks import FLOATS, require, require_dtype, require_inference, require_same_device, require_shape
-from ._page_checks import require_cache, require_rows
+from ._page_checks import require_cache, require_positions, require_rows
 from ._registry import Operator
 
 _UPDATE: Final = "kpool_update"
@@ -116,7 +116,7 @@ def kpool_update(
     pool = ape.shape[0]
     require(pool >= 1 and k.shape[1] >= 1, _UPDATE, "ape", f"of shape {list(ape.shape)}", "P >= 1 and Di >= 1")
     require_cache(_UPDATE, "pool_cache", pool_cache, k.shape[1])
-    blocks, entries, _ = pool_cache.shape
+    blocks = pool_cache.shape[0]
     require_shape(_UPDATE, "tail_cache", tail_cache, [blocks, "R", 2 * k.shape[1]])
     require_dtype(_UPDATE, "tail_cache", tail_cache, [torch.float32])
     require(
@@ -129,8 +129,7 @@ def kpool_update(
     require_same_device(_UPDATE, "k", k, gate=gate, ape=ape, pool_cache=pool_cache, tail_cache=tail_cache)
     require_inference(_UPDATE, k=k, gate=gate, ape=ape, tail_cache=tail_cache)
     lengths = require_rows(
-        _UPDATE, "k", k, cu_seqlens, block_offsets, history_lens,
-        blocks=blocks, block_size=entries * pool, host_lengths=host_lengths,
+        _UPDATE, "k", k, cu_seqlens, block_offsets, history_lens, host_lengths
     )  # fmt: skip
     torch.ops.dlinfer_ext.kpool_update(
         k, gate, ape, pool_cache, tail_cache, cu_seqlens, block_offsets, history_lens, lengths
@@ -192,14 +191,12 @@ def kpool_select(
     require_shape(_SELECT, "weights", weights, q.shape[:2])
     require_dtype(_SELECT, "weights", weights, FLOATS)
     require_cache(_SELECT, "pool_cache", pool_cache, q.shape[2])
-    require(topk >= 1, _SELECT, "topk", topk, "at least 1")
-    require(kpool >= 1, _SELECT, "kpool", kpool, "at least 1")
+    for name, value, least in (("topk", topk, 1), ("kpool", kpool, 1), ("max_kv_len", max_kv_len, 0)):
+        require_positions(_SELECT, name, value, least)
     require_same_device(_SELECT, "q", q, weights=weights, pool_cache=pool_cache)
     require_inference(_SELECT, q=q, weights=weights)
     lengths = require_rows(
-        _SELECT, "q", q, cu_seqlens, block_offsets, history_lens,
-        blocks=pool_cache.shape[0], block_size=pool_cache.shape[1] * kpool, max_kv_len=max_kv_len,
-        host_lengths=host_lengths,
+        _SELECT, "q", q, cu_seqlens, block_offsets, history_lens, host_lengths
     )  # fmt: skip
     return torch.ops.dlinfer_ext.kpool_select(  # type: ignore[no-any-return]
         q, weights, pool_cache, cu_seqlens, block_offsets, history_lens, topk, kpool, max_kv_len, lengths

@@ -8,8 +8,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ._checks import FLOATS, INTS, require, require_dtype, require_inference, require_same_device, require_shape
-from ._page_checks import require_cache, require_rows
+from ._checks import (
+    FLOATS,
+    INTS,
+    require,
+    require_dtype,
+    require_inference,
+    require_real,
+    require_same_device,
+    require_shape,
+)
+from ._page_checks import require_cache, require_positions, require_rows
 from ._registry import Operator
 
 _WRITE: Final = "latent_write"
@@ -74,9 +83,7 @@ def latent_write(c: Tensor, cache: Tensor, *, cu_seqlens: Tensor, block_offsets:
     require_cache(_WRITE, "cache", cache, c.shape[1])
     require_same_device(_WRITE, "c", c, cache=cache)
     require_inference(_WRITE, c=c)
-    require_rows(
-        _WRITE, "c", c, cu_seqlens, block_offsets, history_lens, blocks=cache.shape[0], block_size=cache.shape[1]
-    )
+    require_rows(_WRITE, "c", c, cu_seqlens, block_offsets, history_lens)
     torch.ops.dlinfer_ext.latent_write(c, cache, cu_seqlens, block_offsets, history_lens)
 
 
@@ -127,15 +134,16 @@ def latent_attention(
     require_dtype(_ATTENTION, "q", q, FLOATS)
     require(min(q.shape[1:]) >= 1, _ATTENTION, "q", f"of shape {list(q.shape)}", "H >= 1 and C >= 1")
     require_cache(_ATTENTION, "cache", cache, q.shape[2])
-    require(1 <= value_dim <= q.shape[2], _ATTENTION, "value_dim", value_dim, f"1 to {q.shape[2]}")
+    require_real(_ATTENTION, "scale", scale)
+    require_positions(_ATTENTION, "value_dim", value_dim, 1, q.shape[2])
+    require_positions(_ATTENTION, "max_kv_len", max_kv_len, 0)
     if indices is not None:
         require_shape(_ATTENTION, "indices", indices, [q.shape[0], "W"])
         require_dtype(_ATTENTION, "indices", indices, INTS)
     require_same_device(_ATTENTION, "q", q, cache=cache, indices=indices)
     require_inference(_ATTENTION, q=q)
     lengths = require_rows(
-        _ATTENTION, "q", q, cu_seqlens, block_offsets, history_lens,
-        blocks=cache.shape[0], block_size=cache.shape[1], max_kv_len=max_kv_len, host_lengths=host_lengths,
+        _ATTENTION, "q", q, cu_seqlens, block_offsets, history_lens, host_lengths
     )  # fmt: skip
     return torch.ops.dlinfer_ext.latent_attention(  # type: ignore[no-any-return]
         q, cache, cu_seqlens, block_offsets, history_lens, value_dim, scale, max_kv_len, indices, lengths

@@ -18,6 +18,7 @@ from ._checks import (
     require,
     require_dtype,
     require_inference,
+    require_int,
     require_same_device,
     require_shape,
     require_tensor,
@@ -223,6 +224,7 @@ def rejection_sample(
                 f"{_NAME}: argument 'sampling_inputs' is {type(sampling_inputs).__name__} without {name}; "
                 "wanted an object with max_top_k, top_k, random_seeds and random_offsets"
             )
+    require_int(_NAME, "sampling_inputs.max_top_k", sampling_inputs.max_top_k)
     if sampling_inputs.max_top_k == 1:
         _check(target_logits, draft_token_ids, bonus_token_ids, draft_probs)
         return torch.ops.dlinfer_ext.rejection_sample(  # type: ignore[no-any-return]
@@ -231,6 +233,7 @@ def rejection_sample(
     is_greedy = None
     if sampling_inputs.top_k is not None:
         require_tensor(_NAME, "sampling_inputs.top_k", sampling_inputs.top_k)
+        require_dtype(_NAME, "sampling_inputs.top_k", sampling_inputs.top_k, INTS)
         is_greedy = sampling_inputs.top_k == 1
     seeds = sampling_inputs.random_seeds
     return verify(
@@ -282,6 +285,7 @@ def _check(target_logits: Tensor, draft_token_ids: Tensor, bonus_token_ids: Tens
 
 def _vocabulary(target_logits: Tensor, vocab_size: int | None) -> int:
     columns = target_logits.shape[-1]
+    require_int(_NAME, "vocab_size", vocab_size, optional=True)
     size = columns if vocab_size is None else vocab_size
     require(1 <= size <= columns, _NAME, "vocab_size", str(size), f"1 to {columns}, the columns of target_logits")
     return size
