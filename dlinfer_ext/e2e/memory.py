@@ -16,7 +16,10 @@ Sample = tuple[float, float]  # seconds since the start, MiB
 
 
 def of_tree(pid: int) -> float:
-    """Return the memory of a process and its descendants in MiB: PSS, which counts a shared page once."""
+    """Return the resident memory (RSS) of a process and its descendants in MiB, shared pages counted in each.
+
+    PSS would count a shared page once, but changes with what other users of the same libraries do.
+    """
     import psutil
 
     try:
@@ -26,8 +29,8 @@ def of_tree(pid: int) -> float:
     total = 0
     for process in processes:
         try:
-            total += process.memory_full_info().pss
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            total += process.memory_info().rss
+        except psutil.NoSuchProcess:
             continue
     return total / MIB
 
