@@ -16,6 +16,7 @@ COMMANDS = {
     "bench": "time operators against public formulations of the same work, as ratios in one run",
     "e2e": "run scenarios through stock LMDeploy, speculative decoding included, and judge every token",
     "plan": "memory of each card for a config.json: weights, states, cache blocks, and what still fits",
+    "explain-state": "what each request row of a dumped call (DLINFER_EXT_DUMP) read and wrote, and what cannot be",
     "demo": "serve the trained tiny Qwen3.5 through stock LMDeploy on this CPU, ask it, and check it",
     "completion": "a script with which bash, zsh or fish completes dlinfer-ext",
 }
@@ -45,7 +46,7 @@ class _Command(Protocol):
 
 
 def _module(name: str) -> _Command:
-    return cast(_Command, importlib.import_module(f"dlinfer_ext.cli.{name}"))
+    return cast(_Command, importlib.import_module(f"dlinfer_ext.cli.{name.replace('-', '_')}"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -453,7 +453,12 @@ def _pages(plan: Plan, args: Arguments, first: str, blocks: int, size: int) -> l
 
 
 def _own_blocks(plan: Plan, pages: list[_Page], size: int) -> list[_Page]:
-    """Note a block that two rows write; a block that is only read may be shared."""
+    """Note a block that two rows write; a block that is only read may be shared.
+
+    A batch of rows that are all the same is not one of requests: LMDeploy warms up with every row in block 0.
+    """
+    if len({(page.history, len(page.tokens), *page.blocks) for page in pages if page.live}) == 1:
+        return pages
     owners: dict[int, int] = {}
     found = []
     for page in pages:

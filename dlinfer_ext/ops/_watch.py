@@ -37,7 +37,12 @@ def call(operator: str, form: Callable[..., Any], args: tuple[Any, ...], kwargs:
     recording = Recording.begin(plan, arguments, faults=check)
     if check:
         _raise(operator, before_call(plan, arguments), recording, None, ran=False)
-    out = form(*args, **kwargs)
+    try:
+        out = form(*args, **kwargs)
+    except Exception as error:
+        if recording is not None:
+            recording.end(ran=False, fault=f"{type(error).__name__}: {error}")
+        raise
     if check:
         _raise(operator, after_call(plan, arguments), recording, out, ran=True)
     if recording is not None:

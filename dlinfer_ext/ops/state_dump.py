@@ -2,8 +2,8 @@
 
 A file holds the slots that the rows of the call touch, before and after it, the tensors that tell the rows, and inputs
 and outputs that are small; `python -m dlinfer_ext explain-state` reads it, and nothing is pickled. Its metadata has one
-key, `HEADER`, with a JSON object: operator, layout, step, pool, arguments, versions, rank, pid, and the fault that
-DLINFER_EXT_CHECK=1 found.
+key, `HEADER`, with a JSON object: operator, layout, step, pool, arguments, versions, rank, pid, and the fault: what
+DLINFER_EXT_CHECK=1 found, or the error that the call ended with.
 
 A step is a call that may write a pool and has a live row, counted for each pool from 0. What only reads a pool, or
 moves whole slots of it, belongs to the last step. What is written is bounded: see the constants. Nothing is deleted and
@@ -172,7 +172,7 @@ class Recording:
         """Copy the slots that the rows touch: those written first, then those read, then those of PAD rows."""
         for name, pool in pools.items():
             if when == "before":
-                slots = _touched(self.plan, name)
+                slots = _touched(self.plan, name if self.plan.layout != "pages" else None)
                 most = max(1, POOL_BYTES // max(1, pool[:1].numel() * pool.element_size()))
                 if len(slots) > most:
                     self.header["left_out"].append(f"{len(slots) - most} slots of {name}")
@@ -218,13 +218,14 @@ class Recording:
         return name + ("-fault" if fault else "")
 
 
-def _touched(plan: Plan, pool: str) -> list[int]:
-    parts: tuple[list[int], ...] = ([], [], [])
+def _touched(plan: Plan, pool: str | None) -> list[int]:
+    """Return the slots that a call touches in a pool, or in any (None): caches in blocks share their table."""
+    written, read, witnesses = list[int](), list[int](), list[int]()
     for row in plan.rows:
-        parts[0].extend(row.writes[pool].slots() if pool in row.writes else ())
-        parts[1].extend(row.reads[pool].slots() if pool in row.reads else ())
-        parts[2].extend(row.witnesses.get(pool, ()))
-    return list(dict.fromkeys(parts[0] + parts[1] + parts[2]))
+        for slots, part in ((written, row.writes), (read, row.reads)):
+            slots.extend(slot for name, entries in part.items() if pool in (None, name) for slot in entries.slots())
+        witnesses.extend(slot for name, found in row.witnesses.items() if pool in (None, name) for slot in found)
+    return list(dict.fromkeys(written + read + witnesses))
 
 
 def _stored(writes: Mapping[str, Entries], tokens: range) -> list[int]:
