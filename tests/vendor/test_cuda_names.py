@@ -44,6 +44,11 @@ CASES = {
         assert torch.zeros(1).to('meta').device.type == 'meta'
         assert torch.randint(3, (2,), device='cpu').shape == (2,)
         """,
+    "context-of-another-device": """
+        with torch.device('meta'):
+            assert torch.arange(3).device.type == torch.zeros(1).device.type == 'meta'
+            assert torch.ones(1, device='cuda').device.type == 'cpu'
+        """,
     "device-context": """
         with torch.device('cuda'):
             assert torch.zeros(1).device.type == 'cpu'

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._device import _device_constructors
 
 from ... import envs
 
@@ -145,6 +146,9 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    # torch remembers here, at its first use, which functions `with torch.device("meta")` is for. It has to see its own,
+    # or the context is passed over, and transformers leaves rotary frequencies as memory held them.
+    _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     for name in _NEW_METHODS:
