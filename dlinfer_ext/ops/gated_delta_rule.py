@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -107,7 +108,9 @@ def _require_gating(
     require_inference(op, neg_exp_A=neg_exp_A, dt_bias=dt_bias)
     require_real(op, "softplus_beta", softplus_beta)
     require_real(op, "softplus_threshold", softplus_threshold)
-    require(softplus_beta != 0, op, "softplus_beta", "0", "another number")
+    finite = softplus_beta != 0 and math.isfinite(softplus_beta)
+    require(finite, op, "softplus_beta", softplus_beta, "a finite number other than 0")
+    require(not math.isnan(softplus_threshold), op, "softplus_threshold", softplus_threshold, "a number")
 
 
 def gated_delta_rule(
@@ -257,7 +260,7 @@ def gated_delta_gate(
         b: as a.
         neg_exp_A: [HV], -exp(A_log), any float dtype.
         dt_bias: [HV], any float dtype.
-        softplus_beta: not 0.
+        softplus_beta: finite, not 0.
         softplus_threshold: of softplus_beta · x.
 
     Returns:
@@ -265,7 +268,7 @@ def gated_delta_gate(
 
     Raises:
         TypeError: not a tensor, or an unsupported dtype.
-        ValueError: shapes or devices that do not fit, softplus_beta = 0, or an input that requires a gradient.
+        ValueError: shapes or devices that do not fit, a softplus that is none, or an input that requires a gradient.
     """
     require_tensor(_GATE, "a", a)
     require_dtype(_GATE, "a", a, FLOATS)
@@ -326,7 +329,7 @@ def sigmoid_gating_delta_rule_update(
         use_qk_l2norm: divide q and k by sqrt(sum of squares + 1e-6) first.
         state_v_first: the orientation of the pool.
         pad_slot_id: a slot number that also marks a PAD row.
-        softplus_beta: not 0.
+        softplus_beta: finite, not 0.
         softplus_threshold: of softplus_beta · x.
 
     Returns:
@@ -335,7 +338,7 @@ def sigmoid_gating_delta_rule_update(
     Raises:
         TypeError: not a tensor, or an unsupported dtype.
         ValueError: shapes or devices that do not fit, more tokens per row than a ring or table can hold,
-            softplus_beta = 0, or an input that requires a gradient.
+            a softplus that is none, or an input that requires a gradient.
     """
     require_options(_GATING_UPDATE, scale, use_qk_l2norm, state_v_first, pad_slot_id)
     require_update(

@@ -40,5 +40,7 @@ def latent_attention(
         return q.new_zeros(*q.shape[:2], value_dim)
     if indices is None:
         return attend_causal(q, cache, cu_seqlens, block_offsets, history_lens, value_dim, scale, bound, host_lengths)
+    if indices.shape[1] == 0:
+        return q.new_zeros(*q.shape[:2], value_dim)
     at = packed_tokens(cu_seqlens, history_lens, q.shape[0])
     return attend_selected(q, cache, at, block_offsets, value_dim, scale, indices[:, :bound])

@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dlinfer_ext.ops._checks import require, require_shape
+from dlinfer_ext.ops._checks import (
+    FLOATS,
+    INTS,
+    require,
+    require_dtype,
+    require_flag,
+    require_same_device,
+    require_shape,
+    require_tensor,
+)
 from dlinfer_ext.ops.causal_conv1d import causal_conv1d, causal_conv1d_columns, causal_conv1d_update
 
 
@@ -38,16 +47,26 @@ def causal_conv1d_ref(
 
     Returns:
         [B, D, T] in x's dtype, or that and the final states [B, D, W - 1] in x's dtype.
+
+    Raises:
+        ValueError: what does not fit.
+        TypeError: not a tensor, or a dtype that is not supported.
     """
     op = "causal_conv1d_ref"
     require_shape(op, "x", x, ("B", "D", "T"))
     batch, channels, tokens = x.shape
     require_shape(op, "weight", weight, (channels, "W"))
     before = weight.shape[1] - 1
+    require_flag(op, "return_final_states", return_final_states)
+    if final_states_out is not None:
+        require_shape(op, "final_states_out", final_states_out, (batch, channels, before))
+        require_dtype(op, "final_states_out", final_states_out, FLOATS)
+        require_same_device(op, "x", x, final_states_out=final_states_out)
     if initial_states is None:
         state = x.new_zeros(batch, before, channels)
     else:
         require_shape(op, "initial_states", initial_states, (batch, channels, before))
+        require_dtype(op, "initial_states", initial_states, FLOATS)
         dtype = torch.promote_types(x.dtype, initial_states.dtype)
         state = initial_states.transpose(1, 2).to(dtype, copy=True)
     out = causal_conv1d(
@@ -115,6 +134,9 @@ def causal_conv1d_fn(
     if conv_states is not None:
         require_shape(op, "conv_states", conv_states, ("S", x.shape[0], "L"))
         conv_states = conv_states.transpose(1, 2)
+    if has_initial_state is not None:
+        require_tensor(op, "has_initial_state", has_initial_state)
+        require_dtype(op, "has_initial_state", has_initial_state, (torch.bool, *INTS))
     if query_start_loc is None:
         query_start_loc = torch.arange(2, device=x.device) * x.shape[1]
     if read_conv_offsets is None or write_conv_offsets is None:
@@ -137,6 +159,10 @@ def causal_conv1d_fn(
     assert conv_states is not None
     history = getattr(metadata, "cache_seqlens", None)
     if history is not None:
+        require_shape(op, "read_conv_offsets", read_conv_offsets, ("N", "W - 1"))
+        require_shape(op, "metadata.cache_seqlens", history, read_conv_offsets.shape[:1])
+        require_dtype(op, "metadata.cache_seqlens", history, INTS)
+        require_same_device(op, "x", x, **{"metadata.cache_seqlens": history, "read_conv_offsets": read_conv_offsets})
         before = torch.arange(-read_conv_offsets.shape[-1], 0, device=x.device)
         read_conv_offsets = torch.where(history[:, None] + before >= 0, read_conv_offsets, -1)
     out = causal_conv1d_columns(

@@ -7,7 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dlinfer_ext.ops._checks import require, require_shape, require_tensor
+from dlinfer_ext.ops._checks import (
+    FLOATS,
+    require,
+    require_dtype,
+    require_flag,
+    require_int,
+    require_shape,
+    require_tensor,
+)
 
 
 def require_batches(op: str, **tensors: Tensor) -> None:
@@ -17,10 +25,17 @@ def require_batches(op: str, **tensors: Tensor) -> None:
         require(t.dim() >= 3, op, name, f"of shape {list(t.shape)}", "[B, T, heads, ...]")
 
 
-def require_lead(op: str, q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
-    """Check [B, T, heads, dim] of q and v; return the rows and the tokens of a row (0 if cu_seqlens says)."""
+def require_lead(op: str, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, **others: Tensor) -> tuple[int, int]:
+    """Check [B, T, heads, dim] of q and v, and [B, T, ..] of others.
+
+    Return the rows and the tokens of a row (0 if cu_seqlens says).
+    """
     require_shape(op, "q", q, ["B", "T", "H", "K"])
     require_shape(op, "v", v, [*q.shape[:2], "HV", "V"])
+    for name, t in others.items():
+        require_tensor(op, name, t)
+        fits = t.shape[:2] == q.shape[:2]
+        require(fits, op, name, f"of shape {list(t.shape)}", f"[{q.shape[0]}, {q.shape[1]}, heads, ...]")
     if cu_seqlens is None:
         return q.shape[0], q.shape[1]
     require_shape(op, "cu_seqlens", cu_seqlens, ["N + 1"])
@@ -59,6 +74,7 @@ def prompts(
         state = torch.zeros(rows, *inner, dtype=torch.float32, device=q.device)
     else:
         require_shape(op, "initial_state", initial_state, [rows, *inner])
+        require_dtype(op, "initial_state", initial_state, FLOATS)
         state = initial_state.to(torch.float32, copy=True)
     offsets = torch.arange(rows + 1, device=q.device) * length if cu_seqlens is None else cu_seqlens
     o = rule(
@@ -110,7 +126,12 @@ def steps(
         TypeError: not a tensor, or an unsupported dtype.
         ValueError: shapes that do not fit, or arguments of two forms at once; `op` is the function that is named.
     """
-    rows, _ = require_lead(op, q, v, cu_seqlens)
+    rows, _ = require_lead(op, q, v, cu_seqlens, k=k, g=g, beta=beta)
+    require_flag(op, "inplace_final_state", inplace_final_state)
+    require_int(op, "num_state", num_state)
+    for name, t in (("initial_state", initial_state), ("ssm_state_indices", ssm_state_indices)):
+        if t is not None:
+            require_tensor(op, name, t)
     heads, values, keys = v.shape[2], v.shape[3], q.shape[3]
     inner = (heads, values, keys) if state_v_first else (heads, keys, values)
     ring = state_ids_rb is not None or cache_seqlens_rb is not None

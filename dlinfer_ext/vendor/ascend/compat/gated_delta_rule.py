@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dlinfer_ext.ops._checks import require, require_shape, require_tensor
+from dlinfer_ext.ops._checks import FLOATS, require, require_dtype, require_flag, require_shape, require_tensor
 from dlinfer_ext.ops.gated_delta_rule import (
     gated_delta_rule,
     gated_delta_rule_update,
@@ -54,6 +54,8 @@ def chunk_gated_delta_rule(
     """
     op = "chunk_gated_delta_rule"
     require_batches(op, q=q, k=k, v=v, g=g, beta=beta)
+    require_flag(op, "output_final_state", output_final_state)
+    require_flag(op, "head_first", head_first)
     if head_first:
         q, k, v, g, beta = (t.transpose(1, 2) for t in (q, k, v, g, beta))
     o, state = prompts(
@@ -167,7 +169,7 @@ def fused_sigmoid_gating_delta_rule_update(
         ValueError: shapes that do not fit.
     """
     op = "fused_sigmoid_gating_delta_rule_update"
-    rows, _ = require_lead(op, q, v, cu_seqlens)
+    rows, _ = require_lead(op, q, v, cu_seqlens, k=k)
     heads, values, keys = v.shape[2], v.shape[3], q.shape[3]
     for name, t in (("a", a), ("b", b)):
         require_tensor(op, name, t)
@@ -183,6 +185,7 @@ def fused_sigmoid_gating_delta_rule_update(
         initial_state_source = torch.zeros(rows, heads, keys, values, dtype=torch.float32, device=q.device)
     require_shape(op, "initial_state_source", initial_state_source, ["S", heads, keys, values])
     require_tensor(op, "A_log", A_log)
+    require_dtype(op, "A_log", A_log, FLOATS)
     # Views: a and b may be slices of one projection.
     a, b = a.reshape(v.shape[:3]), b.reshape(v.shape[:3])
     if cu_seqlens is not None:

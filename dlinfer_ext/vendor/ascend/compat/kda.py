@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dlinfer_ext.ops._checks import require, require_tensor
+from dlinfer_ext.ops._checks import require, require_flag, require_tensor
 from dlinfer_ext.ops.kda import kda, kda_update
 from dlinfer_ext.ops.kda import kda_gate as kda_gate
 
@@ -17,6 +17,7 @@ def _gate(
 ) -> Tensor:
     """Return the log decay: x itself, or computed from it by the parameters."""
     require_tensor(op, "g", x)
+    require_flag(op, "use_gate_in_kernel", in_kernel)
     if not in_kernel:
         for name, value in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
             require(value is None, op, name, "given without use_gate_in_kernel", "None: g is the log decay itself")
@@ -76,6 +77,8 @@ def chunk_kda(
         ValueError: shapes that do not fit.
     """
     op = "chunk_kda"
+    require_flag(op, "output_final_state", output_final_state)
+    require_flag(op, "state_v_first", state_v_first)
     g = _gate(op, g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     o, state = prompts(
         op, kda, q, k, v, g, beta, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first
