@@ -79,11 +79,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--model", choices=MODELS, help="only one of the checkpoints (default both)")
     engine.add_argument("--drafts", type=_numbers, default=(0, 1, 3), metavar="N,N", help="default 0,1,3")
     engine.add_argument("--batch", type=_numbers, default=(1, 4, 16), metavar="N,N", help="default 1,4,16")
-    engine.add_argument("--prompt", type=_numbers, default=(16, 96), metavar="N,N", help="tokens (default 16,96)")
+    engine.add_argument("--prompt", type=_numbers, default=(16,), metavar="N,N", help="tokens (default 16)")
     engine.add_argument("--new", type=int, default=16, help="new tokens of each request (default 16)")
     engine.add_argument("--repeats", type=int, default=5, help="most rounds per case (default 5)")
     engine.add_argument(
-        "--seconds", type=float, default=150.0, help="time in which to measure, beyond 3 rounds per case (default 150)"
+        "--seconds",
+        type=float,
+        default=120.0,
+        help="for everything, starts included (default 120); a case that has begun ends with 3 rounds or more, one "
+        "that no time is left for is named",
     )
     for sub in (ops, engine):
         sub.add_argument("--out", type=Path, metavar="FILE", help="write the results there (.json or .csv)")
@@ -175,19 +179,27 @@ def _engine(args: argparse.Namespace) -> int:
     _prepare(args)
     if min(*args.batch, *args.prompt, args.new) < 1 or min(args.drafts) < 0:
         raise _SettingError("--batch, --prompt and --new: wanted 1 or more, --drafts 0 or more")
+    models = (args.model,) if args.model else MODELS
+    results: list[Result] = []
+    skipped: list[str] = []
     try:
-        results = [
-            result
-            for model in ((args.model,) if args.model else MODELS)
-            for result in measure(
-                model, args.drafts, args.batch, args.prompt, args.new, args.repeats,
-                args.seconds / (1 if args.model else len(MODELS)), quiet=args.json,
+        for model in models:
+            found, left = measure(
+                model,
+                args.drafts,
+                args.batch,
+                args.prompt,
+                args.new,
+                args.repeats,
+                args.seconds / len(models),
+                quiet=args.json,
             )
-        ]  # fmt: skip
+            results += found
+            skipped += [f"not measured, --seconds {args.seconds:g} were over: {name}" for name in left]
     except EngineFailed as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
-    return _finish(args, record("engine", _command(args), 1, results), [])
+    return _finish(args, record("engine", _command(args), 1, results), skipped)
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -230,7 +242,8 @@ def _finish(args: argparse.Namespace, found: Record, unserved: list[str]) -> int
     else:
         for headings, rows in bench_text.tables(found):
             show(headings, rows)
-        print("\n".join([*unserved, *bench_text.missing(found.cases)]), end="\n" if unserved else "")
+        for line in (*unserved, *bench_text.missing(found.cases)):
+            print(line)
     for line in unserved if args.json else ():
         print(line, file=sys.stderr)
     return 0 if found.cases and all(c.held for c in found.cases) else 1

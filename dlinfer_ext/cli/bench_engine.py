@@ -32,6 +32,7 @@ SIDES = ("ours", "loop")
 START_S = 180.0
 ROUND_S = 180.0
 BLOCK = 64  # tokens of a cache block
+COUNTED_NEW = 6
 
 
 class EngineFailed(RuntimeError):
@@ -109,8 +110,8 @@ def measure(
     seconds: float,
     *,
     quiet: bool = False,
-) -> list[Result]:
-    """Measure a checkpoint.
+) -> tuple[list[Result], list[str]]:
+    """Measure a checkpoint, and return what was measured and the cases for which no time was left.
 
     Args:
         model: "qwen" or "glm".
@@ -119,7 +120,7 @@ def measure(
         lengths: tokens of their prompts.
         new: tokens of each answer.
         rounds: most rounds of a case.
-        seconds: no round but the first `LEAST_ROUNDS` of a case starts after its share of that time.
+        seconds: for all of it, starts of engines included; a case that has begun gets its `LEAST_ROUNDS`.
         quiet: show no progress.
 
     Raises:
@@ -134,23 +135,28 @@ def measure(
     cases = [(batch, length) for length in lengths for batch in batches]
     longest = max(lengths) + new + max(drafts) + 1
     results: list[Result] = []
+    skipped: list[str] = []
+    end = time.monotonic() + seconds
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(Progress(transient=True, disable=quiet))
         bar = progress.add_task(f"{model}: start", total=len(drafts) + len(cases))
-        engines = {}
-        for number in drafts:
-            engines[number] = stack.enter_context(_started(_job(folder, number, max(batches), longest)))
-            engines[number].answer(START_S)
+        jobs = {number: _job(folder, number, max(batches), longest) for number in drafts}
+        engines = {number: stack.enter_context(_started(job)) for number, job in jobs.items()}
+        for engine in engines.values():
+            engine.answer(START_S)
             progress.advance(bar)
-        end = time.monotonic()
-        for batch, length in cases:
+        for done, (batch, length) in enumerate(cases):
             progress.update(bar, description=f"{model}: batch {batch} prompt {length}")
-            end = max(end, time.monotonic()) + seconds / len(cases)
+            left = end - time.monotonic()
+            if done and left <= 0:
+                skipped.append(f"{model} batch {batch} prompt {length}")
+                continue
+            share = time.monotonic() + left / (len(cases) - done)
             texts = [prompts.build(tokenizer, Request(tokens=length), n).text for n in range(batch)]
             requests = [{"text": text, "new": new} for text in texts]
-            results += _case(model, engines, batch, length, requests, rounds, end)
+            results += _case(model, engines, batch, length, requests, rounds, share)
             progress.advance(bar)
-    return results
+    return results, skipped
 
 
 def _case(
@@ -163,16 +169,21 @@ def _case(
     end: float,
 ) -> list[Result]:
     sides = [(number, side) for number in engines for side in SIDES]
-    # The counted round comes first, so that nothing is made for the first time in a timed one.
-    counted = {(number, side): engines[number].ask(side, requests, count=True) for number, side in sides}
+    # The counted round comes first, so that nothing is made for the first time in a timed one; a few steps will do.
+    few = [r | {"new": min(r["new"], COUNTED_NEW)} for r in requests]
+    counted = {(number, side): engines[number].ask(side, few, count=True) for number, side in sides}
     timed: dict[tuple[int, str], list[dict[str, Any]]] = {key: [] for key in sides}
     done = 0
     while done < rounds and (done < LEAST_ROUNDS or time.monotonic() < end):
         for number, side in sides:
             timed[number, side].append(engines[number].ask(side, requests))
         done += 1
-    every = [r["tokens"] for key in sides for r in (counted[key], *timed[key])]
-    identical = all(tokens == every[0] for tokens in every)
+    wanted = timed[sides[0]][0]["tokens"]
+    identical = all(
+        answer["tokens"] == [tokens[: len(given)] for tokens, given in zip(wanted, answer["tokens"], strict=True)]
+        for key in sides
+        for answer in (counted[key], *timed[key])
+    ) and all(len(t) == r["new"] for t, r in zip(wanted, requests, strict=True))
     none = [r["seconds"] * 1e3 for r in timed.get((0, "ours"), [])]
     return [
         _result(f"{model} drafts {number} batch {batch} prompt {length}", number, counted, timed, none, identical)
