@@ -32,7 +32,7 @@ def load(path: Path, dtype: str = "float32") -> Any:
     # False, not the default: that one asks at the terminal whether code of the folder may run.
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     name = (config.architectures or ["none"])[0]
-    cls = getattr(transformers, name, None)
+    cls: Any = getattr(transformers, name, None)
     if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
         raise ValueError(f"{path}: architectures names {name!r}, which is no model of transformers")
     return cls.from_pretrained(path, dtype=getattr(torch, dtype)).eval().requires_grad_(False)

@@ -42,7 +42,7 @@ def risks(tree: ast.AST) -> Iterator[tuple[str, int]]:
             names = [a.name.partition(".")[0] for a in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [(node.module or "").partition(".")[0]] if not node.level else []
-        yield from ((name, node.lineno) for name in names if name in PICKLES)
+        yield from ((name, getattr(node, "lineno", 0)) for name in names if name in PICKLES)
         if isinstance(node, ast.Call):
             yield from ((what, node.lineno) for what in _risky_call(node))
 
@@ -212,14 +212,32 @@ def test_a_folder_that_does_no_harm_is_taken(tmp_path: Path) -> None:
     assert not model.canary.exists()
 
 
-def test_an_architecture_that_is_no_model_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["pipeline", "AutoTokenizer", "nothing", "utils"])
+def test_an_architecture_that_is_no_model_is_refused(name: str, tmp_path: Path) -> None:
     from dlinfer_ext.e2e import reference
 
-    for name in ("pipeline", "AutoTokenizer", "nothing", "utils"):
-        model = Trapped.make(tmp_path / name)
-        model.change("config.json", lambda c, name=name: c.update(architectures=[name]))
-        with pytest.raises(ValueError, match=f"architectures names '{name}', which is no model of transformers"):
-            reference.load(model.folder)
+    model = Trapped.make(tmp_path)
+    model.change("config.json", lambda c: c.update(architectures=[name]))
+    with pytest.raises(ValueError, match=f"architectures names '{name}', which is no model of transformers"):
+        reference.load(model.folder)
+
+
+def test_a_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:
+    """What LMDeploy and our tests hand a conversation to."""
+    from jinja2.exceptions import SecurityError
+    from transformers import AutoTokenizer
+
+    model = Trapped.make(tmp_path).add_template()
+    tokenizer = AutoTokenizer.from_pretrained(model.folder, trust_remote_code=False)
+    with pytest.raises(SecurityError, match="unsafe"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
+    assert not model.canary.exists()
+    # The same template outside the sandbox: the trap works.
+    import jinja2
+
+    template = (model.folder / "chat_template.jinja").read_text()
+    jinja2.Environment(autoescape=True).from_string(template).render()
+    assert model.canary.exists()
 
 
 # --- processes under the guard ----------------------------------------------------------------------------------------
@@ -254,6 +272,7 @@ import time; time.sleep(1)
     assert model.canary.exists()
 
 
+@pytest.mark.long
 def test_plan_runs_nothing_and_asks_nobody(tmp_path: Path) -> None:
     model = Trapped.make(tmp_path).all()
     line = ["-m", "dlinfer_ext", "plan", "--json", "--config", str(model.folder), "--drafts", "2", "--batch", "4"]
@@ -353,7 +372,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (Trapped.add_template, ("SecurityError", "unsafe")),
+        (Trapped.add_template, ("answer: 2",)),  # LMDeploy takes another template where this one cannot be used
         (only_pickles, ("Weights only load failed", "weights_only")),
         (index_of("../outside.safetensors"), ("answer: 2",)),  # LMDeploy follows an index; our commands refuse it
     ],
@@ -391,7 +410,7 @@ VALID: Final = "what: small\nrounds: [[{tokens: 20}]]\n"
         (VALID + "engine: {custom_module_map: CANARY}\n", "engine.custom_module_map is no setting"),
         (VALID + "engine: {download_dir: /tmp/x}\n", "engine.download_dir is no setting"),
         (VALID + "name: ../../elsewhere\n", "multiple values for keyword argument 'name'"),
-        ("[" * 5000, "recursion"),
+        ("[" * 2000, "recursion"),
         (VALID + "#" * (1 << 20), "bytes; wanted at most 1048576"),
     ],
     ids=["apply", "name", "list", "unknown", "code", "address", "vary", "map", "download", "path", "deep", "large"],
