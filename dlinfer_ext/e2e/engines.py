@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import envs
-from . import client, server, soak
+from . import client, lost, server, soak
 from .scenario import Run, Scenario
 from .target import Target
 
@@ -85,7 +85,8 @@ def through_server(scenario: Scenario, target: Target, run: Run, bodies: list[li
     """Run the rounds through a stock server and read what its processes counted once it has ended.
 
     Of a soak there are besides: "refused", the replies to its malformed requests; "held", what the engine held once it
-    was idle; "memory", samples of the server's processes.
+    was idle; "memory", samples of the server's processes. Where a worker is to be lost, "ends" tells how answers ended,
+    and "wrong" what the server got wrong beside that.
     """
     port, flags = server.free_port(), []
     for name, value in run.engine.items():
@@ -105,10 +106,15 @@ def through_server(scenario: Scenario, target: Target, run: Run, bodies: list[li
             started = time.monotonic()
             if scenario.soak is not None:
                 outputs, more = soak.ask(scenario.soak, running, bodies[0], limit, Path(folder))
+            elif scenario.lose_worker:
+                ends, wrong = lost.kill_under_load(running, bodies[0], limit, Path(folder))
+                more = {"ends": ends, "wrong": wrong}
             else:
                 for requests in bodies:
                     outputs += client.ask_all(running.url, requests, limit)
             seconds = time.monotonic() - started
+        if scenario.lose_worker:
+            more["wrong"] += server.left_behind(running, port)
         records = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(Path(folder).glob("counters-*.json"))]
     return {"outputs": outputs, "processes": records, "executor": "server", "seconds": seconds, "ends": []} | more
 

@@ -35,6 +35,7 @@ def judge(scenario: Scenario, target: Target, run: Run, asked: list[list[Asked]]
     measured, figures = None, None
     if scenario.lose_worker:
         failures += _how_it_ended(result["ends"])
+        failures += result.get("wrong", [])
     else:
         verdicts.append(_tokens(target.dtype_of(scenario), flat, outputs))
         failures += verdicts[0].failures
@@ -145,7 +146,8 @@ def did_not_run(
 
 def _how_it_ended(ends: Sequence[dict[str, Any]]) -> list[str]:
     wrong = []
-    for which, end in zip(("the answer under way", "a later answer"), ends, strict=True):
+    for number, end in enumerate(ends):
+        which = end.get("which") or ("the answer under way", "a later answer")[number]
         if end["finish"] != "error" or not end["message"]:
             wrong.append(f"{which} ended with {end['finish']} ({end['message']}); wanted an error with a message")
         if end["seconds"] >= 30:

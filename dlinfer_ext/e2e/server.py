@@ -43,6 +43,35 @@ def free_port() -> int:
     return port
 
 
+def _alive(group: int) -> list[str]:
+    """Return the names of a group's processes, but for those that have ended and that nobody has waited for yet."""
+    import psutil
+
+    names = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                names.append(f"{process.name()} ({process.pid})")
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return names
+
+
+def left_behind(server: Server, port: int, patience_s: float = 10) -> list[str]:
+    """Return what a server that was stopped has left after `patience_s`: processes of its group, and its port."""
+    deadline = time.monotonic() + patience_s
+    while _alive(server.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    wrong = [f"{name} of the server's group {server.pid} is left" for name in _alive(server.pid)]
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind(("127.0.0.1", port))
+        except OSError as error:
+            wrong.append(f"port {port} is not free: {error}")
+    return wrong
+
+
 def command(checkpoint: Path, model: str, port: int, drafts: int, extra: tuple[str, ...] = ()) -> list[str]:
     """Return the command line of a stock server, as a user would type it, bound to loopback."""
     line = [sys.executable, "-m", "lmdeploy", "serve", "api_server", str(checkpoint)]

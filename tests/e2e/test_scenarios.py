@@ -19,10 +19,14 @@ from tests.e2e.engine import ROOT
 
 TRAINED = ROOT / "examples" / "checkpoints" / "tiny_qwen3_5"
 CPU = Target(model=TRAINED)
-SCENARIOS = [scenario.load(f) for f in scenario.shipped()]
+SCENARIOS = [s for f in scenario.shipped() if not (s := scenario.load(f)).by_name]
 # The server and more than one rank take ports that are free when they look.
 PORTS = pytest.mark.xdist_group("ports")
-LONG = {"acceptance"}  # test_simulation.py has it with other prompts
+LONG = {
+    "acceptance",  # test_simulation.py has it with other prompts
+    "lost_engine",
+    "lost_worker",
+}
 pytestmark = [pytest.mark.lmdeploy]
 
 
