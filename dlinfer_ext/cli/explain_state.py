@@ -187,8 +187,8 @@ def _draw_row(dump: Dump, row: Row) -> None:
     accepted = "" if row.accepted is None else f", accepted {row.accepted} of the step before"
     kind = "" if row.live else ", PAD or empty"
     noun = "blocks" if dump.plan.layout == "pages" else "slot" if len(row.slots) == 1 else "slots"
-    slots = ", ".join(map(str, row.slots[:16])) + (", …" if len(row.slots) > 16 else "")
-    print(f"row {row.number}: {noun} {slots}; {history}, {len(row.tokens)} new{accepted}{kind}")
+    given = ", ".join(map(str, row.slots[:16])) + (", …" if len(row.slots) > 16 else "")
+    print(f"row {row.number}: {noun} {given}; {history}, {len(row.tokens)} new{accepted}{kind}")
     for pool in dump.pools:
         slots = own_slots(dump, row, pool)
         drawn = [(f"{pool}[{slot}]", entries_of(dump, row, pool, slot)) for slot in slots]

@@ -53,7 +53,7 @@ def against_the_definition(dump: Dump) -> Iterator[Finding]:
                 continue  # exact, and named more closely above
             for index, position, value in values_of(dump, "after", name, entries):
                 at = (dump.slots(name)[index[0]], *index[1:])
-                if bool(value.isfinite().all()) and not _close(value, want_pools[name][at], want_pools[name], limit):
+                if not _close(value, want_pools[name][at], want_pools[name], limit):
                     held = _which(dump, name, value, want_pools[name], limit)
                     texts.append(f"{name}{index} does not hold {held_by(row, name, position)}{held}")
         if want_out is not None and "out" in dump.tensors:
@@ -190,11 +190,11 @@ def _goes_on_from_stale(dump: Dump, row: Row, limit: float) -> bool:
     for name, entries in row.writes.items():
         for index, _, value in values_of(dump, "after", name, entries):
             want = pools[name][(dump.slots(name)[index[0]], *index[1:])]
-            same.append(_close(value, want, want, limit) or (bool(value.isnan().any()) and bool(want.isnan().any())))
+            same.append(_close(value, want, want, limit))
     if out is not None and "out" in dump.tensors:
         part = slice(row.tokens.start, row.tokens.stop)
         got, want = _packed_out(dump)[part], out[part]
-        same.append(_close(got, want, want, limit) or (bool(got.isnan().any()) and bool(want.isnan().any())))
+        same.append(_close(got, want, want, limit))
     return bool(same) and all(same)
 
 
@@ -222,13 +222,21 @@ def _limit(dump: Dump) -> float:
 
 
 def _close(got: Tensor, want: Tensor, all_of_it: Tensor, limit: float) -> bool:
-    """Compare by RMS over that of the wanted values; a small one among large ones is held to a hundredth of theirs."""
-    if not got.numel():
-        return True
+    """Compare by RMS over that of the wanted values; a small one among large ones is held to a hundredth of theirs.
+
+    What is not finite has to be the same: a row that was given NaN gives NaN.
+    """
     g, w, whole = got.double(), want.double(), all_of_it.double()
-    scale = max(float(w.square().mean().sqrt()), 0.01 * float(whole[whole.isfinite()].square().mean().sqrt()))
-    error = float((g - w).square().mean().sqrt())
-    return error <= limit * scale
+    same = (g == w) | (g.isnan() & w.isnan())
+    if bool(same.all()):
+        return True
+    scale = max(_rms(w), 0.01 * _rms(whole))
+    return _rms(torch.where(same, 0.0, g - w), finite=False) <= limit * scale
+
+
+def _rms(t: Tensor, *, finite: bool = True) -> float:
+    values = t[t.isfinite()] if finite else t
+    return float(values.square().mean().sqrt()) if values.numel() else 0.0
 
 
 def _packed_out(dump: Dump) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,25 @@ class Dump:
         held = self.arguments.items()
         return [n for n, v in held if n not in self.kind.pools and isinstance(v, Tensor) and v.is_meta]
 
-    def slots(self, pool: str) -> dict[int, int]:
-        """Return where each slot of a pool that was kept lies in the file."""
-        return {slot: at for at, slot in enumerate(self.tensors[f"slots.{pool}"].tolist())}
+    @cached_property
+    def places(self) -> Mapping[str, Mapping[int, int]]:
+        """Of each pool, where each slot that was kept lies in the file."""
+        return {p: {slot: at for at, slot in enumerate(self.tensors[f"slots.{p}"].tolist())} for p in self.pools}
+
+    @cached_property
+    def _kept_tokens(self) -> Mapping[str, Mapping[int, int]]:
+        """Of each input of which only some tokens were kept, where each lies in the file."""
+        held = ((n.removeprefix("tokens."), t) for n, t in self.tensors.items() if n.startswith("tokens."))
+        return {name: {token: at for at, token in enumerate(tokens.tolist())} for name, tokens in held}
+
+    def slots(self, pool: str) -> Mapping[int, int]:
+        return self.places[pool]
 
     def token(self, name: str, token: int) -> Tensor | None:
         """Return an input's values of one of the packed tokens, or None if they were not kept."""
-        if f"tokens.{name}" in self.tensors:
-            kept = (self.tensors[f"tokens.{name}"] == token).nonzero()
-            return self.tensors[name][int(kept[0])] if len(kept) else None
+        if name in self._kept_tokens:
+            at = self._kept_tokens[name].get(token)
+            return None if at is None else self.tensors[name][at]
         return None if self.arguments[name].is_meta else self.kind.packed(name, self.arguments)[token]
 
 
@@ -105,10 +116,12 @@ def _value(name: str, given: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return an argument: the tensor of the file, one of its shape alone, or the value of the header."""
     if not isinstance(given, dict):
         return given
-    whole = name in tensors and f"tokens.{name}" not in tensors
-    if whole:
+    if name in tensors and f"tokens.{name}" not in tensors:
         return tensors[name]
-    return torch.empty(given["shape"], dtype=getattr(torch, given["dtype"]), device="meta")
+    dtype = getattr(torch, given["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"'{name}' has dtype {given['dtype']}; wanted one of torch's")
+    return torch.empty(given["shape"], dtype=dtype, device="meta")
 
 
 def _require_parts(dump: Dump) -> None:

@@ -212,7 +212,7 @@ def overflowing(name: str, *arguments: str) -> Change:
     def change(given: Arguments) -> None:
         given[name] = given[name].half()
         for argument in arguments:
-            given[argument] = given[argument] * 1e5
+            given[argument] = given[argument] * 1e7
 
     return change
 
