@@ -59,10 +59,17 @@ def drawn(soak: Soak) -> tuple[list[Request], list[Refused]]:
     return requests, refused
 
 
+def before(soak: Soak) -> list[Refused]:
+    """Return one malformed request of each kind, where a soak has any."""
+    return [Refused(name, 0.0) for name in malformed.requests("")] if soak.malformed else []
+
+
 def ask(
     soak: Soak, server: Server, bodies: Sequence[dict[str, Any]], timeout_s: float, folder: Path
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Send the requests of a soak and its malformed ones, and watch the server meanwhile.
+
+    Every kind of malformed request is sent once before: the first of some loads a library, which is no leak.
 
     Args:
         soak: the settings.
@@ -72,16 +79,20 @@ def ask(
         folder: of DLINFER_EXT_COUNTERS.
 
     Returns:
-        The outputs of `bodies`; and "refused", the replies to the malformed requests, "held", what the engine held once
-        it was idle, "memory", samples of the server's processes, and "seconds" until the last answer.
+        The outputs of `bodies`; and "refused", the replies to the malformed requests, those before the load first;
+        "held", what the engine held once it was idle; "memory", samples of the server's processes; "seconds" until the
+        last answer.
     """
     kinds = malformed.requests(server.model)
-    refused = [{"post": kinds[r.name], "wait": r.wait} for r in drawn(soak)[1]]
+    first = [{"post": kinds[r.name]} for r in before(soak)]
+    refused = client.ask_all(server.url, first, timeout_s)
+    under_load = [{"post": kinds[r.name], "wait": r.wait} for r in drawn(soak)[1]]
     started = time.monotonic()
     with memory.watched(server.pid) as samples:
-        outputs = client.ask_all(server.url, [*bodies, *refused], timeout_s)
+        outputs = client.ask_all(server.url, [*bodies, *under_load], timeout_s)
     seconds = time.monotonic() - started
-    more = {"refused": outputs[len(bodies) :], "held": settled(folder, time.time()), "memory": samples}
+    refused += outputs[len(bodies) :]
+    more = {"refused": refused, "held": settled(folder, time.time()), "memory": samples}
     return outputs[: len(bodies)], more | {"seconds": seconds}
 
 
@@ -152,15 +163,18 @@ def figures(
     """
     held = result["held"] or {}
     finish = Counter(o["finish"] for o in outputs)
+    under_load = result["refused"][len(before(soak)) :]
     found: dict[str, Any] = {
-        "requests": len(outputs) + len(result["refused"]),
+        "requests": len(outputs) + len(under_load),
         "finished": finish["length"] + finish["stop"],
         "cancelled": finish["abort"],
-        "malformed": sum(400 <= a["status"] < 500 for a in result["refused"]),
+        "malformed": sum(400 <= a["status"] < 500 for a in under_load),
+        "malformed_before": len(before(soak)),
         "failed": sum(bool(o["error"]) for o in [*outputs, *result["refused"]]),
         "tokens": sum(len(o["tokens"]) for o in outputs),
         "prefix_hit_tokens": held.get("hit_tokens", 0),
         "preempted": counters.get("preempted", 0),
+        "seconds": round(result["seconds"], 1),
     }
     found |= {k: held[k] for k in held if k.startswith(("slots", "blocks"))}
     try:
@@ -177,7 +191,7 @@ def figures(
 
 def judge(soak: Soak, found: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
     """Return what does not hold beside the answers of a soak."""
-    refused = drawn(soak)[1]
+    refused = [*before(soak), *drawn(soak)[1]]
     wrong = [*not_refused(refused, result["refused"]), *not_freed(result["held"])]
     for name, share in (
         ("malformed", soak.malformed),
@@ -203,7 +217,8 @@ def table(found: Mapping[str, Any]) -> list[str]:
         return []
     lines = [
         f"{found['requests']} requests: {found['finished']} finished, {found['cancelled']} cancelled, "
-        f"{found['malformed']} malformed and refused, {found['failed']} failed; {found['tokens']} tokens",
+        f"{found['malformed']} malformed and refused, {found['failed']} failed; {found['tokens']} tokens "
+        f"in {found['seconds']:.0f} s; before them one malformed request of each of {found['malformed_before']} kinds",
         f"{found['prefix_hit_tokens']} prompt tokens from the prefix cache; {found['preempted']} times preempted",
     ]
     for name, what in (("slots", "state slots"), ("blocks", "blocks")):

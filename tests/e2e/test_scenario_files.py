@@ -17,7 +17,7 @@ SHIPPED = [f.stem for f in scenario.shipped()]
 WANTED = {
     "short_beside_long", "short_tails", "batch_equals_alone", "chunk_sizes", "drafts_on_off", "ends_and_reuse",
     "prefix_cache", "preemption", "sampling", "two_ranks", "padded_batch", "two_engines", "soak", "server_disconnects",
-    "two_ranks_ray", "lost_rank", "lost_engine", "lost_worker", "acceptance", "bf16", "soak_load",
+    "two_ranks_ray", "lost_rank", "lost_engine", "lost_worker", "acceptance", "bf16", "soak_load", "soak_short",
 }  # fmt: skip
 
 
