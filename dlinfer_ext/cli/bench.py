@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 FAMILIES = ("conv", "delta_rule", "kda", "norm", "reject", "sparse")
 MODELS = ("qwen", "glm")
 RESULTS = (
-    "With --out FILE.json or FILE.csv the run is written with its commit, versions of torch, lmdeploy, transformers "
-    "and python, CPU, threads, date and command; with --plots DIR it is drawn as PNG (needs matplotlib: "
+    "With --out FILE.json, FILE.csv or FILE.md the run is written with its commit, versions of torch, lmdeploy, "
+    "transformers and python, CPU, threads, date and command; with --plots DIR it is drawn as PNG (needs matplotlib: "
     "pip install -r requirements/report.txt)."
 )
 TIMES = "Times are ratios of one run on this machine, between sides that ran in turn; they say nothing about a card. "
@@ -90,7 +90,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that no time is left for is named",
     )
     for sub in (ops, engine):
-        sub.add_argument("--out", type=Path, metavar="FILE", help="write the results there (.json or .csv)")
+        sub.add_argument(
+            "--out",
+            type=Path,
+            action="append",
+            metavar="FILE",
+            help="write the results there (.json, .csv, or tables for a page as .md); again for more",
+        )
         sub.add_argument("--plots", type=Path, metavar="DIR", help="draw the results there as PNG")
     both = kind(
         "compare",
@@ -126,8 +132,8 @@ def _prepare(args: argparse.Namespace) -> None:
     """Find out now what would fail after the measurement."""
     from . import bench_plots, bench_record
 
-    if args.out:
-        bench_record.check_name(args.out)
+    for file in args.out or ():
+        bench_record.check_name(file)
     if args.plots:
         try:
             bench_plots.check()
@@ -222,9 +228,10 @@ def _command(args: argparse.Namespace) -> str:
         if name in ("command", "what", "json") or value in (None, "", False):
             continue
         option = f"--{name.replace('_', '-')}"
-        text = value.name if isinstance(value, Path) else value
-        text = ",".join(map(str, text)) if isinstance(text, tuple) else str(text)
-        words += [option] if value is True else [option, text]
+        for one in value if isinstance(value, list) else [value]:
+            text = one.name if isinstance(one, Path) else one
+            text = ",".join(map(str, text)) if isinstance(text, tuple) else str(text)
+            words += [option] if value is True else [option, text]
     return shlex.join(words)
 
 
@@ -232,8 +239,8 @@ def _finish(args: argparse.Namespace, found: Record, unserved: list[str]) -> int
     from . import bench_plots, bench_record, bench_text
     from .tables import show
 
-    if args.out:
-        bench_record.write(found, args.out)
+    for file in args.out or ():
+        bench_text.write(found, file) if file.suffix == ".md" else bench_record.write(found, file)
     if args.plots:
         bench_plots.draw(found, args.plots)
     if args.json:

@@ -28,6 +28,7 @@ from .bench_measure import LEAST_ROUNDS, beside, spread
 from .bench_record import Counts, Engine, Result
 from .demo import CHECKPOINTS
 
+CHILD = "dlinfer_ext.cli.bench_engine_child"
 SIDES = ("ours", "loop")
 START_S = 180.0
 ROUND_S = 180.0
@@ -49,8 +50,10 @@ class _Child:
         ready, _, _ = select.select([self.answers], [], [], patience_s)
         line = self.answers.readline() if ready else ""
         if not line:
-            code = self.process.poll()
-            how = f"no answer within {patience_s:.0f} s" if not ready else f"it ended with exit code {code}"
+            how = f"no answer within {patience_s:.0f} s"
+            if ready:  # the end of its answers: it has ended, or is about to
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    how = f"it ended with exit code {self.process.wait(30)}"
             raise EngineFailed(f"engine: {how}:\n{self.log.read_text(encoding='utf-8', errors='replace')[-4000:]}")
         found: dict[str, Any] = json.loads(line)
         return found
@@ -77,7 +80,7 @@ def _started(job: dict[str, Any]) -> Iterator[_Child]:
         reading, writing = os.pipe()
         with log.open("wb") as stream, os.fdopen(reading, encoding="utf-8") as answers:
             process = subprocess.Popen(
-                [sys.executable, "-m", "dlinfer_ext.cli.bench_engine_child", str(file), str(writing)],
+                [sys.executable, "-m", CHILD, str(file), str(writing)],
                 env=clean | kept | variables,
                 stdin=subprocess.PIPE,
                 stdout=stream,

@@ -17,7 +17,7 @@ from .. import envs
 from ..version import __version__
 
 PACKAGES: Final = ("torch", "lmdeploy", "transformers")
-SUFFIXES: Final = (".json", ".csv")
+SUFFIXES: Final = (".json", ".csv", ".md")
 
 
 class RecordError(ValueError):
@@ -219,7 +219,7 @@ def check_name(path: Path) -> None:
 
 
 def write(found: Record, path: Path) -> None:
-    """Write a record: JSON whole, CSV with one row per case and side.
+    """Write a record: JSON whole, CSV with one row per case and side. For Markdown see bench_text.py.
 
     Raises:
         RecordError: see `check_name`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 from .bench_compare import Comparison
 from .bench_record import Counts, Record, Result
@@ -126,6 +127,18 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table for a page."""
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def page(found: Record) -> str:
+    """Return the tables of a record with where and with what it was made, as Markdown."""
+    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    where = f"{found.cpu}, {found.threads} thread{'s' if found.threads > 1 else ''}, route {found.route}"
+    head = [f"`{found.command}`", f"{found.date}, commit {found.commit}. {where}. {versions}."]
+    return "\n\n".join([*head, *(markdown(*t) for t in tables(found)), *missing(found.cases)]) + "\n"
+
+
+def write(found: Record, path: Path) -> None:
+    path.write_text(page(found), encoding="utf-8")
 
 
 def lines(found: Comparison, limit: float) -> list[str]:

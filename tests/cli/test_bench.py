@@ -217,10 +217,12 @@ def test_names_of_baselines_are_checked(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_run_says_what_no_case_is_compared_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "r.json"
     line = ["bench", "ops", "--family", "norm", "--only", "rows=1024", "--repeats", "3", "--compare", "fla-naive"]
-    assert main([*line, "--out", str(file)]) == 0
+    assert main([*line, "--out", str(file), "--out", str(file.with_suffix(".md"))]) == 0
     assert "missing: norm: no case has a baseline fla-naive" in capsys.readouterr().out
+    (page,) = tmp_path.glob("*.md")
+    assert "| norm rows | 1024 | 1.00 |" in page.read_text()
     found = bench_record.read(file)
-    assert found.command.endswith("--compare fla-naive --repeats 3 --seconds 20.0 --threads 1 --out r.json")
+    assert found.command.endswith("--compare fla-naive --repeats 3 --seconds 20.0 --threads 1 --out r.json --out r.md")
     (case,) = found.cases
     assert case.counts is not None
     assert case.counts.host_reads == 0
