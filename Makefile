@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip install $(PIP_OPTIONS)
 export OMP_NUM_THREADS ?= 1
 export PIP_NO_WARN_SCRIPT_LOCATION = 1
 
-.PHONY: demo serve test test-long test-ray test-interpret test-native fuzz fuzz-nightly e2e e2e-npu mutate toolchain verify verify-all lint types format bench clean help
+.PHONY: demo serve test test-long test-ray test-interpret test-native fuzz fuzz-nightly e2e e2e-npu mutate toolchain verify verify-all lint types format bench docs docs-tables clean help
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -122,6 +122,18 @@ format: $(VENV)/.dev ## rewrite the sources as `make lint` wants them
 
 bench: $(VENV)/.engine ## operators against public formulations of the same work, ratios in one run
 	$(BIN)/python -m dlinfer_ext bench ops
+
+$(VENV)/.docs: $(VENV)/.dev requirements/docs.txt
+	@echo "[docs] packages of requirements/docs.txt"
+	@$(PIP) -r requirements/docs.txt
+	@touch $@
+
+docs: $(VENV)/.docs ## the pages as a site in build/site, both languages, with a search; EXTERNAL=1 asks the web for each outside link
+	@$(BIN)/python -m docs.tools.build $(if $(EXTERNAL),--external)
+
+docs-tables: $(VENV)/.engine ## print the tables that pages take from configs/, and write them and the figures into docs/
+	@$(BIN)/python -m docs.tools.tables
+	@$(BIN)/python -m docs.tools.figures
 
 clean: ## remove what the targets made
 	rm -rf $(VENV) $(RAY) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
