@@ -59,7 +59,7 @@ def test_a_soak_of_old_draws_what_it_drew() -> None:
 
 
 def test_a_span_is_in_order() -> None:
-    assert Span(least=3, most=3)
+    assert Span(least=3, most=3).most == 3
     with pytest.raises(ValueError, match="most is 2; wanted at least least, 3"):
         Span(least=3, most=2)
 
@@ -197,10 +197,13 @@ def answered_by(lines: list[str], request: dict[str, Any]) -> dict[str, Any]:
             await reply.write(f"data: {line}\n\n".encode())
         return reply
 
+    async def refuse(_: web.Request) -> web.Response:
+        return web.json_response({"message": "no"}, status=404)
+
     async def everything() -> dict[str, Any]:
         app = web.Application()
         app.router.add_post("/generate", stream)
-        app.router.add_post("/v1/completions", lambda r: web.json_response({"message": "no"}, status=404))
+        app.router.add_post("/v1/completions", refuse)
         runner = web.AppRunner(app)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
