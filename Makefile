@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip install $(PIP_OPTIONS)
 export OMP_NUM_THREADS ?= 1
 export PIP_NO_WARN_SCRIPT_LOCATION = 1
 
-.PHONY: demo serve test test-long test-ray test-interpret test-native fuzz fuzz-nightly e2e e2e-npu mutate toolchain verify verify-all lint types format bench docs docs-tables clean help
+.PHONY: demo serve test test-long test-ray test-interpret test-native fuzz fuzz-nightly e2e e2e-npu mutate toolchain verify verify-all lint types format bench bench-engine bench-plots docs docs-tables clean help
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -123,6 +123,19 @@ format: $(VENV)/.dev ## rewrite the sources as `make lint` wants them
 bench: $(VENV)/.engine ## operators against public formulations of the same work, ratios in one run
 	$(BIN)/python -m dlinfer_ext bench ops
 
+bench-engine: $(VENV)/.engine ## the trained tiny models through stock LMDeploy, beside loops over requests and beside no drafts
+	$(BIN)/python -m dlinfer_ext bench engine
+
+$(VENV)/.report: $(VENV)/.engine requirements/report.txt
+	@echo "[report] packages of requirements/report.txt"
+	@$(PIP) -r requirements/report.txt
+	@touch $@
+
+bench-plots: $(VENV)/.report ## both, with results and pictures in bench-results
+	@mkdir -p bench-results
+	$(BIN)/python -m dlinfer_ext bench engine --out bench-results/engine.json --plots bench-results
+	$(BIN)/python -m dlinfer_ext bench ops --seconds 3 --out bench-results/ops.json --plots bench-results
+
 $(VENV)/.docs: $(VENV)/.dev requirements/docs.txt
 	@echo "[docs] packages of requirements/docs.txt"
 	@$(PIP) -r requirements/docs.txt
@@ -136,4 +149,4 @@ docs-tables: $(VENV)/.engine ## print the tables that pages take from configs/, 
 	@$(BIN)/python -m docs.tools.figures
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) $(RAY) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(RAY) bench-results build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -128,8 +128,8 @@ class _SettingError(ValueError):
     """A setting that cannot be used."""
 
 
-def _prepare(args: argparse.Namespace) -> None:
-    """Find out now what would fail after the measurement."""
+def _prepare(args: argparse.Namespace) -> str:
+    """Find out now what would fail after the measurement; return the commit, which may be another one by then."""
     from . import bench_plots, bench_record
 
     for file in args.out or ():
@@ -139,6 +139,7 @@ def _prepare(args: argparse.Namespace) -> None:
             bench_plots.check()
         except RuntimeError as error:
             raise _SettingError(str(error)) from None
+    return bench_record.commit()
 
 
 def _baselines(names: str | None) -> tuple[str, ...] | None:
@@ -160,7 +161,7 @@ def _ops(args: argparse.Namespace) -> int:
     from .bench_measure import measure
     from .bench_record import record
 
-    _prepare(args)
+    commit = _prepare(args)
     compare = _baselines(args.compare)
     torch.set_num_threads(args.threads)
     results: list[Result] = []
@@ -175,14 +176,14 @@ def _ops(args: argparse.Namespace) -> int:
                 )
             offered = {name for case in cases for name in case.baselines}
             unserved += [f"missing: {family}: no case has a baseline {n}" for n in compare or () if n not in offered]
-    return _finish(args, record("ops", _command(args), args.threads, results), unserved)
+    return _finish(args, record("ops", _command(args), args.threads, results, commit), unserved)
 
 
 def _engine(args: argparse.Namespace) -> int:
     from .bench_engine import EngineFailed, measure
     from .bench_record import record
 
-    _prepare(args)
+    commit = _prepare(args)
     if min(*args.batch, *args.prompt, args.new) < 1 or min(args.drafts) < 0:
         raise _SettingError("--batch, --prompt and --new: wanted 1 or more, --drafts 0 or more")
     models = (args.model,) if args.model else MODELS
@@ -205,7 +206,7 @@ def _engine(args: argparse.Namespace) -> int:
     except EngineFailed as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
-    return _finish(args, record("engine", _command(args), 1, results), skipped)
+    return _finish(args, record("engine", _command(args), 1, results, commit), skipped)
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -9,7 +9,8 @@ from typing import Any
 from ..toolchain.chart import missing
 from .bench_record import Record, Result
 
-DPI = 72
+DPI = 80
+COLOURS = 200
 LONGEST_NAME = 58
 
 
@@ -31,7 +32,9 @@ def draw(found: Record, folder: Path) -> list[Path]:
         RuntimeError: see `check`.
     """
     check()
+    import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from PIL import Image
 
     folder.mkdir(parents=True, exist_ok=True)
     every: dict[str, dict[str, Callable[[Record], Any]]] = {
@@ -43,8 +46,13 @@ def draw(found: Record, folder: Path) -> list[Path]:
         figure = picture(found)
         if figure is not None:
             figure.set_dpi(DPI)
+            canvas = FigureCanvasAgg(figure)
+            canvas.draw()
             files.append(folder / f"{name}.png")
-            FigureCanvasAgg(figure).print_png(str(files[-1]))
+            # A few colours will do, and make a file of a third of the size.
+            Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(COLOURS).save(
+                files[-1], optimize=True
+            )
     return files
 
 
@@ -58,25 +66,28 @@ def _short(name: str) -> str:
     return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
 
 
-def _bars(found: Record, value: Callable[[Result, str], tuple[float, float, float]], label: str) -> Any:
-    """Draw a bar per case and baseline, value with low and high, on a logarithmic axis with a line at 1."""
-    pairs = [(case, name) for case in found.cases for name in case.baselines]
-    if not pairs:
+def _dots(found: Record, value: Callable[[Result, str], tuple[float, float, float]], label: str) -> Any:
+    """Draw a line per case with a dot per baseline, value with low and high, on a logarithmic axis with a line at 1."""
+    cases = [case for case in found.cases if case.baselines]
+    if not cases:
         return None
-    names = list(dict.fromkeys(name for _, name in pairs))
-    figure = _figure(1.2 + 0.17 * len(pairs))
+    names = list(dict.fromkeys(name for case in cases for name in case.baselines))
+    figure = _figure(1.1 + 0.19 * len(cases))
     axes = figure.subplots()
     for number, name in enumerate(names):
-        rows = [(y, value(case, name)) for y, (case, which) in enumerate(pairs) if which == name]
-        middle = [v for _, (v, _, _) in rows]
-        error = [[max(0.0, v - low) for _, (v, low, _) in rows], [max(0.0, high - v) for _, (v, _, high) in rows]]
-        axes.barh([y for y, _ in rows], middle, 0.7, xerr=error, label=name, color=f"C{number}", error_kw={"lw": 0.8})
-    axes.set_yticks(range(len(pairs)), [_short(case.name) for case, _ in pairs], fontsize=6)
-    axes.invert_yaxis()
+        # Side by side on a case's line, so that no error bar hides another.
+        rows = [(y + 0.2 * (number - (len(names) - 1) / 2), c) for y, c in enumerate(cases) if name in c.baselines]
+        points = [value(case, name) for _, case in rows]
+        error = [[max(0.0, v - low) for v, low, _ in points], [max(0.0, high - v) for v, _, high in points]]
+        axes.errorbar(
+            [v for v, _, _ in points], [y for y, _ in rows], xerr=error, fmt="o", markersize=3, lw=0.8, label=name
+        )
+    axes.set_yticks(range(len(cases)), [_short(case.name) for case in cases], fontsize=6)
+    axes.set_ylim(len(cases) - 0.5, -0.5)
     axes.set_xscale("log")
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xlabel(label, fontsize=8)
-    axes.grid(axis="x", linewidth=0.3)
+    axes.grid(linewidth=0.3)
     axes.legend(fontsize=7)
     return figure
 
@@ -86,7 +97,7 @@ def _ratios(found: Record) -> Any:
         side = case.baselines[name]
         return side.speedup, side.low, side.high
 
-    return _bars(found, speedup, "times as fast as the baseline, quartiles of the rounds (CPU, one run)")
+    return _dots(found, speedup, "times as fast as the baseline, quartiles of the rounds (CPU, one run)")
 
 
 def _calls(found: Record) -> Any:
@@ -95,7 +106,7 @@ def _calls(found: Record) -> Any:
         value = other.calls / max(1.0, own.calls) if own and other else 1.0
         return value, value, value
 
-    return _bars(found, more, "PyTorch calls of the baseline over ours")
+    return _dots(found, more, "PyTorch calls of the baseline over ours")
 
 
 def _growth(found: Record) -> Any:
@@ -116,6 +127,11 @@ def _growth(found: Record) -> Any:
                 shift = 1 if "drafts" in name else 0
                 over = [((p.point or 0) + shift) / (first + shift) for p in points]
                 panel.plot(over, [p.ms / points[0].ms for p in points], marker="o", markersize=3, lw=1, label=name)
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("")
         limit = panel.get_xlim()[1]
         panel.plot([1, limit], [1, limit], color="black", linestyle=":", linewidth=0.8)
         panel.set_title(family, fontsize=8)
@@ -123,7 +139,9 @@ def _growth(found: Record) -> Any:
         panel.legend(fontsize=5)
     for panel in panels[len(families) :]:
         panel.axis("off")
-    figure.supxlabel("size over the first point's (dotted: in proportion)", fontsize=7)
+    figure.supxlabel(
+        "size over the first point's (dotted: in proportion; a state grows with the square of dim)", fontsize=7
+    )
     figure.supylabel("time over the first point's", fontsize=7)
     return figure
 

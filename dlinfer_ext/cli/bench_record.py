@@ -156,7 +156,7 @@ class Record(_Model):
     cases: list[Result]
 
 
-def _commit() -> str:
+def commit() -> str:
     """Return the commit of the checkout that this package runs from, "+" for local changes, or its version."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
@@ -190,13 +190,15 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def record(what: Literal["ops", "engine"], command: str, threads: int, cases: Sequence[Result]) -> Record:
-    """Return the record of a run that ends now, on this machine."""
+def record(
+    what: Literal["ops", "engine"], command: str, threads: int, cases: Sequence[Result], of: str | None = None
+) -> Record:
+    """Return the record of a run that ends now, on this machine; `of` is the commit at its start (default: now's)."""
     return Record(
         what=what,
         command=command,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        commit=_commit(),
+        commit=of or commit(),
         cpu=_cpu(),
         threads=threads,
         route=envs.ROUTE.get(),

@@ -233,6 +233,11 @@ def test_a_run_says_what_no_case_is_compared_with(tmp_path: Path, capsys: pytest
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
+def test_the_commit_is_that_of_the_start() -> None:
+    assert bench_record.record("ops", "x", 1, [], "abc+").commit == "abc+"
+    assert bench_record.record("ops", "x", 1, []).commit == bench_record.commit() != ""
+
+
 def test_a_record_says_where_and_with_what_and_is_read_again(tmp_path: Path) -> None:
     found = record(result(), result("another", missing={"transformers": "not installed"}, baselines={}))
     file = tmp_path / "r.json"
