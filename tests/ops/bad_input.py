@@ -43,11 +43,12 @@ class Outcome(Enum):
     EQUAL = "what the valid call gives and leaves in the pools"
     SERVED = "finite outputs of the shapes that torch.library is told of; nothing but the pools is changed"
     DEFINED = "outputs of these shapes; nothing but the pools is changed"
-    EITHER = "refused somewhere, or served"
+    UNFIT = "refused, naming an argument, unless it makes another valid call, which is served"
+    EITHER = "refused, naming an argument, or served"
     DUTY = "anything: the caller's duty, and not tried"
 
 
-R, RS, EQ, S, D, E, DUTY = Outcome
+R, RS, EQ, S, D, UN, E, DUTY = Outcome
 
 
 class Kind(NamedTuple):
@@ -362,15 +363,15 @@ def constant(value: Any) -> Callable[[Any], Any]:
 
 
 def of_tensor(name: str, t: Tensor, optional: bool) -> Iterator[Kind]:
-    yield Kind("None", constant(None), E if optional else R)
+    yield Kind("None", constant(None), UN if optional else R)
     yield Kind("list", Tensor.tolist, R)
     yield Kind("number", constant(1.0), R)
     yield Kind("of rank 0", lambda t: t.new_zeros(()), R)
-    yield Kind("of a rank more", lambda t: t[None], E)
-    yield Kind("of a rank less", lambda t: t.flatten(0, 1) if t.dim() > 1 else t[0], E)
+    yield Kind("of a rank more", lambda t: t[None], UN)
+    yield Kind("of a rank less", lambda t: t.flatten(0, 1) if t.dim() > 1 else t[0], UN)
     for dim in range(t.dim()):
-        yield Kind(f"longer in dimension {dim}", grown(dim), E)
-        yield Kind(f"empty in dimension {dim}", emptied(dim), E)
+        yield Kind(f"longer in dimension {dim}", grown(dim), UN)
+        yield Kind(f"empty in dimension {dim}", emptied(dim), UN)
     yield Kind("complex", lambda t: t.to(torch.complex64), R)
     if t.is_floating_point():
         yield Kind("of int64", Tensor.long, R)
@@ -396,23 +397,23 @@ def of_tensor(name: str, t: Tensor, optional: bool) -> Iterator[Kind]:
 
 
 def of_number(optional: bool, *, whole: bool) -> Iterator[Kind]:
-    yield Kind("None", constant(None), E if optional else R)
+    yield Kind("None", constant(None), UN if optional else R)
     yield Kind("text", constant("1"), R)
     yield Kind("list", constant([1]), R)
     yield Kind("complex", constant(1j), R)
     if whole:
         yield Kind("fraction", constant(1.5), R)
         yield Kind("beyond 64 bits", constant(2**70), R)
-        yield Kind("large", constant(2**40), E)
+        yield Kind("large", constant(2**40), UN)
     else:
         yield Kind("NaN", constant(float("nan")), D)
         yield Kind("infinite", constant(float("inf")), D)
-    yield Kind("negative", constant(-3), E if whole else D)
-    yield Kind("zero", constant(0), E if whole else D)
+    yield Kind("negative", constant(-3), UN if whole else D)
+    yield Kind("zero", constant(0), UN if whole else D)
 
 
 def of_text(optional: bool) -> Iterator[Kind]:
-    yield Kind("None", constant(None), E if optional else R)
+    yield Kind("None", constant(None), UN if optional else R)
     for name, value in (("unknown", "nonsense"), ("empty", ""), ("number", 3), ("list", ["silu"])):
         yield Kind(name, constant(value), R)
 
@@ -518,6 +519,77 @@ OTHERWISE: Final[Mapping[tuple[str, str, str], tuple[Outcome, Outcome]]] = {
 }  # fmt: skip
 
 
+def forms(names: tuple[str, ...], *kinds: str) -> tuple[str, ...]:
+    return tuple(f"{name}-{kind}" for name in names for kind in kinds)
+
+
+NOWHERE: Final = ("nowhere",)
+EVERYWHERE: Final = ("",)
+STEP: Final = "fused_recurrent_"
+STEPS: Final = ("fused_recurrent_gated_delta_rule", "fused_recurrent_kda")
+UPDATES: Final = ("causal_conv1d_update", "causal_conv1d_update_npu")
+ALONE: Final = ("unusable_positions",)
+CONV: Final = ("causal_conv1d-", "causal_conv1d_columns", "causal_conv1d_update")
+# Changes that make another valid call, by argument and kind: calls whose names begin so.
+VALID: Final[Mapping[tuple[str, str], tuple[str, ...]]] = {
+    **{(name, "None"): EVERYWHERE for name in (
+        "activation", "beta", "bias", "cache_indices", "cache_seqlens", "conv_state", "draft_probs", "dt_bias",
+        "final_states_out", "gate", "group_size", "has_history", "has_initial_state", "history_lens", "indices",
+        "initial_state_indices", "initial_states", "is_greedy", "lower_bound", "max_query_len", "num_accepted_tokens",
+        "scale", "uniform", "vocab_size", "z",
+    )},
+    ("conv_state_indices", "None"): forms(UPDATES, "rewind", "ring"),
+    ("conv_states", "None"): ("causal_conv1d_fn.",),
+    ("initial_state", "None"): ("chunk_",),
+    ("ssm_state_indices", "None"): forms(STEPS, "slots"),
+    ("state_indices", "None"): (
+        "causal_conv1d", "gated_delta_rule.", "gated_delta_rule_update.", "kda.", "kda_update.",
+        "sigmoid_gating_delta_rule_update.",
+    ),
+    # More slots, blocks, columns, entries; a wider convolution; tokens of no row.
+    **{(name, f"{change} in dimension 0"): EVERYWHERE for change in ("longer", "empty") for name in (
+        "c", "cache", "conv_state", "conv_states", "initial_state_source", "pool", "slots", "state",
+    )},
+    ("ape", "longer in dimension 0"): EVERYWHERE,
+    **{(name, "longer in dimension 1"): EVERYWHERE for name in (
+        "block_offsets", "cache", "conv_state", "conv_state_indices", "indices", "pool", "pool_cache",
+        "ssm_state_indices", "state_indices", "tail_cache",
+    )},
+    **{("pool", f"{change} in dimension {dim}"): EVERYWHERE for change in ("longer", "empty") for dim in (1, 2)},
+    ("pool", "of a rank less"): EVERYWHERE,
+    ("block_offsets", "empty in dimension 1"): EVERYWHERE,
+    ("conv_states", "longer in dimension 2"): EVERYWHERE,
+    ("initial_state", "empty in dimension 0"): (STEP,),
+    ("initial_state", "longer in dimension 0"): forms(STEPS, "slots", "table"),
+    **{("pool_cache", f"{change} in dimension 0"): ("kpool_select",) for change in ("longer", "empty")},
+    **{("q", f"{change} in dimension 0"): ("latent_attention.",) for change in ("longer", "empty")},
+    ("q", "longer in dimension 1"): ("latent_attention",),
+    **{("streams", f"{change} in dimension 0"): ("hyper_connection_pre",) for change in ("longer", "empty")},
+    **{("target_logits", f"{change} in dimension {dim}"): ALONE for change in ("longer", "empty") for dim in (0, 1)},
+    ("target_logits", "longer in dimension 2"): ALONE,
+    ("weight", "longer in dimension 0"): ("causal_conv1d.", "causal_conv1d_update"),
+    ("weight", "longer in dimension 1"): ("causal_conv1d_fn.",),
+    **{("x", f"{change} in dimension 0"): (*CONV, "causal_conv1d.", "kda_gate", "clamped_silu_and_mul")
+       for change in ("longer", "empty")},
+    ("x", "empty in dimension 1"): ("clamped_silu_and_mul", "causal_conv1d_fn"),
+    ("x", "longer in dimension 1"): ("causal_conv1d_fn",),
+    **{("x", f"{change} in dimension 2"): ("causal_conv1d_ref",) for change in ("longer", "empty")},
+    ("x", "of a rank less"): ("clamped_silu_and_mul",),
+    ("x", "of a rank more"): ("clamped_silu_and_mul", "kda_gate"),
+    # Any leading dimensions; HV numbers in any shape, as in checkpoints.
+    **{(name, f"of a rank {change}"): ("fused_sigmoid",) for name in ("a", "b") for change in ("more", "less")},
+    ("A_log", "of a rank more"): ("chunk_kda", STEP),
+    ("dt_bias", "of a rank less"): ("chunk_kda", STEP),
+    **{(name, "zero"): EVERYWHERE for name in ("first_expert", "max_kv_len", "max_query_len", "pad_slot_id")},
+    **{(name, "large"): EVERYWHERE for name in ("first_expert", "pad_slot_id")},
+    ("pad_slot_id", "negative"): EVERYWHERE,
+    ("max_query_len", "large"): ("causal_conv1d.", *forms(UPDATES, "ring", "blocks")),
+    ("max_query_len", "negative"): forms(UPDATES, "ring", "blocks"),
+    # It is the size of a ring.
+    **{("num_state", kind): forms(STEPS, "slots", "table") for kind in ("large", "negative", "zero")},
+}  # fmt: skip
+
+
 class Case(NamedTuple):
     call: str
     argument: str
@@ -527,7 +599,12 @@ class Case(NamedTuple):
         for name in (self.call, ""):
             if (name, self.argument, self.kind.name) in OTHERWISE:
                 return OTHERWISE[name, self.argument, self.kind.name][check]
-        return self.kind.checked if check and self.kind.checked is not None else self.kind.outcome
+        if self.kind.outcome is not UN:
+            return self.kind.checked if check and self.kind.checked is not None else self.kind.outcome
+        if not f"{self.call}.".startswith(VALID.get((self.argument, self.kind.name), NOWHERE)):
+            return UN
+        # What lies outside the tensors then may be noticed.
+        return E if check else S
 
 
 def cases(name: str) -> list[Case]:
