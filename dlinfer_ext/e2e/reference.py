@@ -32,9 +32,10 @@ def load(path: Path, dtype: str = "float32") -> Any:
     # False, not the default: that one asks at the terminal whether code of the folder may run.
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     name = (config.architectures or ["none"])[0]
-    cls: Any = getattr(transformers, name, None)
-    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+    found = getattr(transformers, name, None)
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
         raise ValueError(f"{path}: architectures names {name!r}, which is no model of transformers")
+    cls: Any = found  # transformers' classes are not typed
     return cls.from_pretrained(path, dtype=getattr(torch, dtype)).eval().requires_grad_(False)
 
 

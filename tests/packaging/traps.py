@@ -83,7 +83,7 @@ class Trapped:
             # LMDeploy looks the class's name up among its own models.
             lambda c: c.update(
                 auto_map={"AutoConfig": "configuration_trap.Trap"}
-                | {kind: f"modeling_trap.{c['architectures'][0]}" for kind in kinds}
+                | dict.fromkeys(kinds, f"modeling_trap.{c['architectures'][0]}")
             ),
         )
         self.change(
