@@ -64,11 +64,11 @@ $(VENV)/.toolchain: $(VENV)/.dev dlinfer_ext/toolchain/requirements.txt
 
 toolchain: $(VENV)/.toolchain ## bring the Ascend compiler wheels, which need no card and no CANN
 
-test: $(VENV)/.toolchain ## all tests but those of test-long, test-ray and verify; a part of them also on the interpreted kernels
+test: $(VENV)/.toolchain $(VENV)/.report ## all tests but those of test-long, test-ray and verify; a part of them also on the interpreted kernels
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not toolchain and not long" --durations=10
 	$(BIN)/python -m pytest -n 2 -q --route interpret --at-most 4 tests/kernels
 
-test-long: $(VENV)/.dev ## engine runs beside those of `make test`: controls of padded steps, every number of drafts
+test-long: $(VENV)/.dev $(VENV)/.report $(VENV)/.docs ## what `make test` has no time for: more engine runs, servers under load, all sequences of six steps, the site
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m long
 
 test-interpret: $(VENV)/.toolchain ## all operator tests on the interpreted kernels
