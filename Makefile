@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip install $(PIP_OPTIONS)
 export OMP_NUM_THREADS ?= 1
 export PIP_NO_WARN_SCRIPT_LOCATION = 1
 
-.PHONY: demo serve test test-long test-ray test-interpret test-native fuzz fuzz-nightly e2e e2e-npu mutate toolchain verify verify-all lint types format bench bench-engine bench-plots docs docs-tables clean help
+.PHONY: demo serve test test-long test-ray test-interpret test-native fuzz fuzz-nightly e2e soak e2e-npu mutate toolchain verify verify-all lint types format bench bench-engine bench-plots docs docs-tables clean help
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -91,6 +91,10 @@ test-ray: $(RAY)/.ray ## two ranks on LMDeploy's Ray executor
 
 e2e: $(VENV)/.engine ## every scenario of configs/e2e on this CPU, with a report in $(OUT)
 	$(BIN)/python -m dlinfer_ext e2e --out $(OUT)
+
+soak: $(VENV)/.engine ## the server under load, some of it malformed: five minutes of Qwen3.5, two of GLM-5.3-Flash
+	$(BIN)/python -m dlinfer_ext e2e --config soak_load
+	$(BIN)/python -m dlinfer_ext e2e --config soak_short --model examples/checkpoints/tiny_glm5_next
 
 # On a card: PYTHON is that of the environment in which LMDeploy runs, with this package and pytest in it.
 e2e-npu: ## the scenarios on a card, with a report in $(OUT): make e2e-npu MODEL=PATH [PYTHON=python3]
