@@ -73,11 +73,19 @@ def _nothing_is_refused(module: Any) -> None:
     requests.wrong_with = lambda *_: None
 
 
+def _workers_are_not_watched(module: Any) -> None:
+    """Let a worker end without anybody hearing of it, as LMDeploy does."""
+    from dlinfer_ext.framework.lmdeploy import processes
+
+    processes.end_with_a_worker = lambda *_: None
+
+
 FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "slot_is_kept": ("lmdeploy.pytorch.paging.state_manager", _slot_is_kept),
     "block_is_kept": ("lmdeploy.pytorch.paging.block_manager.default_block_manager", _block_is_kept),
     "list_grows": ("lmdeploy.pytorch.paging.scheduler", _list_grows),
     "answers_are_mixed": ("lmdeploy.pytorch.engine.engine_loop", _answers_are_mixed),
+    "workers_are_not_watched": ("lmdeploy.pytorch.engine.executor.base", _workers_are_not_watched),
     "nothing_is_refused": ("lmdeploy.serve.core.async_engine", _nothing_is_refused),
 }
 
