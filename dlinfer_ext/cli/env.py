@@ -161,9 +161,12 @@ def _cann() -> dict[str, str | None] | None:
 
 
 def _doctor(report: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    from .doctor import Facts, examine, stacks_for
-    from .stacks import load
-
+    try:
+        from .doctor import Facts, examine, stacks_for
+        from .stacks import load
+    except ModuleNotFoundError as error:  # both come with LMDeploy, and this package does not ask for them itself
+        problems.append(f"{error.name} is not installed, so versions were not compared: pip install packaging pydantic")
+        return {"machine": None, "stacks": [], "findings": [], "lines": []}
     packages, cann = report["packages"], report["cann"]
     facts = Facts(
         vendor=report["vendor"],

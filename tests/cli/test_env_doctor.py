@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,23 @@ def test_a_cann_on_disk_is_compared(
     assert record["cann"]["folder"] == str(tmp_path)
     (finding,) = (f for f in record["doctor"]["findings"] if f["component"] == "cann")
     assert (finding["found"], finding["state"]) == (version, state)
+
+
+def test_without_what_reads_the_table_env_still_reports(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DLINFER_EXT_VENDOR", "cpu")
+    for name in ("doctor", "stacks"):
+        monkeypatch.delitem(sys.modules, f"dlinfer_ext.cli.{name}")
+        monkeypatch.delattr(f"dlinfer_ext.cli.{name}")
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    code, record = report(capsys)
+    assert (code, record["vendor"]) == (1, "cpu")
+    assert record["problems"] == [
+        "pydantic is not installed, so versions were not compared: pip install packaging pydantic"
+    ]
+    assert main(["env"]) == 1
+    assert main(["env", "--doctor"]) == 1
 
 
 def test_every_component_of_the_table_is_looked_at() -> None:
