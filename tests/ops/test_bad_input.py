@@ -19,7 +19,8 @@ from dlinfer_ext import envs
 from dlinfer_ext.ops import _registry
 from dlinfer_ext.testing import guarded_pool, rms_error
 
-from .bad_input import POOLS, PUBLIC, TABLE, Arguments, Case, Outcome, cases
+from .bad_input import Case, Outcome, cases
+from .bad_input_calls import POOLS, PUBLIC, TABLE, Arguments
 
 pytestmark = pytest.mark.eager_only(reason="arguments are checked before a route is taken")
 
