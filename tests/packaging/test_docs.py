@@ -35,6 +35,8 @@ DOCUMENTS = [
     *sorted(ROOT.glob("docs/**/*.md")),
     ROOT / "kernels" / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "README.md",
+    ROOT / "examples" / "README.md",
     ROOT / "examples" / "checkpoints" / "README.md",
 ]
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -119,7 +121,7 @@ def anchors(path: Path) -> set[str]:
 def test_every_fence_is_closed_and_of_a_known_kind(path: Path) -> None:
     text = read(path)
     assert text.count("```") == 2 * len(FENCE.findall(text))
-    assert {info for info, _ in FENCE.findall(text)} <= {"bash", "python", "python run", "text", "yaml"}
+    assert {info for info, _ in FENCE.findall(text)} <= {"bash", "console", "python", "python run", "text", "yaml"}
 
 
 # --- what pages list is what the code has -----------------------------------------------------------------------------
