@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--row", type=int, metavar="N", help="only this request row, and what is wrong with no one row")
     parser.add_argument("--quiet", action="store_true", help="one line for a dump about which nothing is wrong")
     parser.epilog = (
-        "A line for each entry of a slot: p9 is the input of position 9, s9 the state after 9 tokens, k2 key pool 2, "
+        "A column for each entry of a slot: p9 is the input of position 9, s9 the state after 9 tokens, k2 key pool 2, "
         "x0 a row's first new token where the history is not told. Every call is made anew by its definition on the "
         "slots as they were. Exit code 1: something cannot be; 2: a file is not a dump. Lines with ? may be right. How "
         "to make dumps: docs/en/debugging.md."
@@ -171,7 +171,7 @@ def draw(dump: Dump, rows: Iterable[Row], findings: Iterable[Finding]) -> None:
     print(f"{dump.path.name}: {h['operator']}, {h['layout']}, step {h['step']} of pool {h['pool']}")
     print(f"rank {h['rank']}, pid {h['pid']}, {versions}")
     for row in rows:
-        _draw_row(dump, row)
+        _draw_row(dump, row, {f.at for f in found if f.fault})
         for finding in (f for f in found if f.row == row.number):
             print(f"  {'!' if finding.fault else '?'} row {row.number}: {finding.text}")
     for finding in (f for f in found if f.row is None):
@@ -180,7 +180,7 @@ def draw(dump: Dump, rows: Iterable[Row], findings: Iterable[Finding]) -> None:
     print(f"{faults} thing{'' if faults == 1 else 's'} cannot be\n" if faults else "nothing is wrong\n")
 
 
-def _draw_row(dump: Dump, row: Row) -> None:
+def _draw_row(dump: Dump, row: Row, wrong: set[Any]) -> None:
     from .tables import show
 
     history = "history not told" if row.history is None else f"history {row.history}"
@@ -196,6 +196,9 @@ def _draw_row(dump: Dump, row: Row) -> None:
             # Slots of one entry are drawn side by side, in the order of the row's tokens.
             drawn = [(pool, [entries[0] for _, entries in drawn])]
         for name, entries in drawn:
+            for entry in entries:
+                for when in ("before", "after"):
+                    entry[when] = entry.get(when, "") + " !" * ((when, pool, tuple(entry["entry"])) in wrong)
             show((name, *(str(e["entry"][-1]) for e in entries)), _lines(dump, entries))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..ops._access import Row
 from ..testing import TOLERANCE
 from .state_file import Dump
-from .state_values import Finding, held_by, indices_and_positions, live_rows, values_of
+from .state_values import Finding, about, held_by, indices_and_positions, live_rows, values_of
 
 # A single entry has less to average over than the tensors that the tolerances are of.
 _MARGIN: Final = 4.0
@@ -45,9 +45,8 @@ def against_the_definition(dump: Dump) -> Iterator[Finding]:
         return
     want_out, want_pools = define(dump)
     limit = _limit(dump)
-    wrong: dict[int, list[str]] = {}
     for row in live_rows(dump):
-        texts = wrong.setdefault(row.number, [])
+        found: list[Finding] = []
         for name, entries in row.writes.items():
             if name == "conv_state":
                 continue  # exact, and named more closely above
@@ -55,14 +54,15 @@ def against_the_definition(dump: Dump) -> Iterator[Finding]:
                 at = (dump.slots(name)[index[0]], *index[1:])
                 if not _close(value, want_pools[name][at], want_pools[name], limit):
                     held = _which(dump, name, value, want_pools[name], limit)
-                    texts.append(f"{name}{index} does not hold {held_by(row, name, position)}{held}")
+                    found.append(
+                        about(row.number, "after", name, index, f"does not hold {held_by(row, name, position)}{held}")
+                    )
         if want_out is not None and "out" in dump.tensors:
-            texts.extend(_outputs(dump, row, want_out, limit))
-        if texts and _begins(dump, row) and _goes_on_from_stale(dump, row, limit):
-            texts.append(
-                f"its result is that of reading what its slot held before the first of its {row.history} tokens"
-            )
-        yield from (Finding(row.number, text) for text in texts)
+            found += [Finding(row.number, text) for text in _outputs(dump, row, want_out, limit)]
+        if found and _begins(dump, row) and _goes_on_from_stale(dump, row, limit):
+            text = f"its result is that of reading what its slot held before the first of its {row.history} tokens"
+            found.append(Finding(row.number, text))
+        yield from found
     yield from _tokens_of_no_row(dump)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..ops._access import Row
 from .state_definition import against_the_definition
 from .state_file import Dump
-from .state_values import Finding, held_by, live_rows, values_of
+from .state_values import Finding, about, held_by, live_rows, values_of
 
 _BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -59,7 +59,7 @@ def _states_read(dump: Dump) -> Iterator[Finding]:
             values = values_of(dump, "before", name, entries)
             for index, _, value in values:
                 if not bool(value.isfinite().all()):
-                    yield Finding(row.number, f"{name}{index} holds NaN or infinity, and the row goes on from it")
+                    yield about(row.number, "before", name, index, "holds NaN or infinity, and the row goes on from it")
             state = dump.plan.layout != "pages" and (row.history or 0) > 0 and len(values) > 0
             if state and not any(bool(value.any()) for _, _, value in values):
                 yield Finding(row.number, f"{name} is all zeros where the row goes on from {row.history} tokens")
@@ -107,7 +107,7 @@ def _changes(dump: Dump) -> Iterator[Finding]:
             index, owner = [slots[at[0]], *at[1:]], owners.get(slots[at[0]])
             now = f" with {_whose(dump, owner, after[tuple(at)])}" if owner is not None and name == "conv_state" else ""
             why = "no row has to write it" if owner is None or owner.live else "the row is PAD"
-            yield Finding(None if owner is None else owner.number, f"{name}{index} was written{now}: {why}")
+            yield about(None if owner is None else owner.number, "after", name, index, f"was written{now}: {why}")
 
 
 def _written(dump: Dump) -> Iterator[Finding]:
@@ -116,12 +116,12 @@ def _written(dump: Dump) -> Iterator[Finding]:
         for name, entries in row.writes.items():
             for index, position, value in values_of(dump, "after", name, entries):
                 if not bool(value.isfinite().all()):
-                    yield Finding(row.number, f"{name}{index} holds NaN or infinity as the row wrote it")
+                    yield about(row.number, "after", name, index, "holds NaN or infinity as the row wrote it")
                 elif name == "conv_state":
                     want = _input(dump, row, position)
                     if want is not None and not torch.equal(value, want.to(value.dtype)):
                         wanted, held = held_by(row, name, position), _whose(dump, row, value)
-                        yield Finding(row.number, f"{name}{index} does not hold {wanted}, but {held}")
+                        yield about(row.number, "after", name, index, f"does not hold {wanted}, but {held}")
 
 
 def _input(dump: Dump, row: Row, position: int) -> Tensor | None:

@@ -19,11 +19,18 @@ class Finding:
         row: None if it is of no one row.
         text: what came and what is wanted.
         fault: it cannot be.
+        at: "before" or "after", the pool and the index of the entry that it is about, or None.
     """
 
     row: int | None
     text: str
     fault: bool = True
+    at: tuple[str, str, tuple[int, ...]] | None = None
+
+
+def about(row: int | None, when: str, pool: str, index: list[int], text: str) -> Finding:
+    """Return a finding about one entry of a pool before or after the call, which its text begins with."""
+    return Finding(row, f"{pool}{index} {text}", at=(when, pool, tuple(index)))
 
 
 def held_by(row: Row, pool: str, position: int) -> str:
