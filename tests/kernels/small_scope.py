@@ -44,9 +44,13 @@ class Letter(NamedTuple):
 FINISH: Final = Letter("finish")
 
 
-def alphabet(prefills: Sequence[int], drafts: int) -> list[Letter]:
-    """Return prefills of the lengths given, each outcome of a verify step, a decode step, and the end of a request."""
-    verify = [Letter("verify", drafts + 1, a) for a in range(1, drafts + 2) if drafts]
+def alphabet(prefills: Sequence[int], drafts: int, *, fewer: bool = False) -> list[Letter]:
+    """Return prefills of the lengths given, each outcome of a verify step, a decode step, and the end of a request.
+
+    With `fewer` also verify steps of fewer drafts.
+    """
+    lengths = range(2 if fewer else max(2, drafts + 1), drafts + 2)
+    verify = [Letter("verify", q, a) for q in lengths for a in range(1, q + 1)]
     return [*(Letter("prefill", q, q) for q in sorted({*prefills} - {0})), *verify, Letter("verify", 1, 1), FINISH]
 
 

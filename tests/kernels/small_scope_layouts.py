@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +112,20 @@ class ConvLayout(Layout):
         return causal_conv1d_update(x, w.state, w.weight, w.bias, None, rows.slots, **given).view(-1, x.shape[-1])
 
 
+class Definition:
+    """The definition of a rule, asked once for a request whatever the layout of its states."""
+
+    def __init__(self, of: Callable[[Tensor], tuple[Tensor, list[Tensor]]]) -> None:
+        self.of = of
+        self.known: dict[bytes, tuple[Tensor, list[Tensor]]] = {}
+
+    def __call__(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+        key = tokens.numpy().tobytes()
+        if key not in self.known:
+            self.known[key] = self.of(tokens)
+        return self.known[key]
+
+
 class DeltaLayout(Layout):
     world: Delta
 
@@ -163,4 +178,8 @@ def conv_layouts(width: int, drafts: int) -> dict[str, Layout]:
 
 def delta_layouts(rule: str, drafts: int) -> dict[str, Layout]:
     """Return a slot, a ring and a table of a rule."""
-    return {kind: DeltaLayout(Delta(drafts=drafts, rule=rule, layout=kind)) for kind in ("plain", "ring", "table")}
+    worlds = {kind: Delta(drafts=drafts, rule=rule, layout=kind) for kind in ("plain", "ring", "table")}
+    definition = Definition(worlds["plain"].from_the_first)
+    for world in worlds.values():
+        world.from_the_first = definition  # type: ignore[method-assign]
+    return {kind: DeltaLayout(world) for kind, world in worlds.items()}
