@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,10 +29,12 @@ from dlinfer_ext.ops.state_dump import HEADER
 from tests.fuzz.faults import planted
 from tests.fuzz.layouts import LAYOUTS
 from tests.fuzz.test_fuzz import FOUND_BY
+from tests.ops import check_cost
 from tests.ops.state_calls import CALLS, FAULTS
 
 from .state_steps import dump_steps, dumping
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.eager_only(reason="faults are planted in the PyTorch form")
 
 
@@ -357,3 +362,45 @@ def test_every_operator_has_a_definition_or_is_a_move() -> None:
     from dlinfer_ext.cli.state_definition import DEFINITIONS
 
     assert set(DEFINITIONS) | {"zero_slots", "copy_slots"} == set(KINDS)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("language", ["en", "zh_cn"])
+def test_the_page_shows_what_its_snippet_prints(language: str, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / language / "debugging.md").read_text(encoding="utf-8")
+    snippet, shown = re.findall(r"^```python run\n(.*?)^```$.*?^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", snippet], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
+        check=True,
+    )  # fmt: skip
+    first, second, *lines = done.stdout.splitlines()
+    assert second.startswith("rank 0, pid ")
+    assert "\n".join([re.sub(r"pid\d+", "pid4711", first), *lines]).strip() == shown.strip()
+
+
+@pytest.mark.lmdeploy
+@pytest.mark.long
+def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "en" / "debugging.md").read_text(encoding="utf-8")
+    blocks = [b for b in re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if "examples/" in b]
+    assert len(blocks) == 2
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for block in blocks:
+        line = block.replace("dumps", str(tmp_path / "dumps"))
+        environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(
+            ["bash", "-ec", line], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.count(": nothing is wrong\n") > 20
+
+
+@pytest.mark.long
+def test_the_cost_is_printed_as_ratios(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_cost.main(["--rounds", "1", "--rows", "1"]) == 0
+    said = capsys.readouterr().out
+    assert len(re.findall(r"check × \d+\.\d\d, dump × \d+\.\d\d", said)) == 2
+    assert re.search(r"\d µs a call, nothing read from the device", said)
