@@ -306,14 +306,16 @@ def test_following_the_page_adds_an_operator(tmp_path: Path) -> None:
             insert(files[0], "import rejection_sample, unusable_positions, verify, verify_greedy\n", body)
             insert(files[0], '    "sigmoid_gating_delta_rule_update",\n', '    "soft_cap",\n')
         else:
-            where = {"CALLS": "Mapping[str, Call] = {\n", "FOLDERS": "dict[str, str]] = {\n"}
-            for file in files:
-                insert(file, where[first.split()[2]], body)
-    insert("dlinfer_ext/cli/bench.py", "FAMILIES = (", '"cap", ')
-    insert("dlinfer_ext/toolchain/cases/__init__.py", "FAMILIES: Final = (", '"cap", ')
-    insert(
-        "kernels/README.md", "|---|---|---|---|---|---|---|\n", "| `soft_cap` | [soft_cap](soft_cap) | | | none | | |\n"
-    )
+            # The page shows what goes in; a reader finds the place by the name.
+            where = {
+                "CALLS": "Mapping[str, Call] = {\n",
+                "FOLDERS": "dict[str, str]] = {\n",
+                "FAMILIES": "FAMILIES: Final = (" if "toolchain" in files[0] else "FAMILIES = (",
+            }
+            name = first.split()[2]
+            insert(files[0], where[name], f"{body.strip()} " if name == "FAMILIES" else body)
+    (row,) = (b for b in blocks(ENGLISH / "adding_an_operator.md", "text") if b.startswith("| `soft_cap`"))
+    insert("kernels/README.md", "|---|---|---|---|---|---|---|\n", row)
 
     touched = ["dlinfer_ext", "kernels/soft_cap", "tests/kernels"]
     run([sys.executable, "-m", "ruff", "check", "--no-cache", *touched], copy)
