@@ -26,12 +26,10 @@ NOT_LOADED: Final = ("camb", "maca", "ppu", "dynamo")
 QUANTISED: Final = "quants"  # a folder for weights that the models of this package do not have
 # Hooks that hold whatever dlinfer puts there: applied again after it (H2, H5), wrapped around what is found (H14).
 ROBUST: Final = ("H2", "H5", "H14")
+# What is put back after it.
+KEPT: Final = "H20"
 # What serves gated delta models and is expected to be LMDeploy's own.
 STANDS_ON: Final = (
-    "lmdeploy.pytorch.nn.gated_delta.CausalConv1dFunc",
-    "lmdeploy.pytorch.nn.gated_delta.GatedDelta",
-    "lmdeploy.pytorch.models.qwen3_5.Qwen3_5GatedDeltaNet.forward",
-    "lmdeploy.pytorch.models.qwen3_next.Qwen3NextGatedDeltaNet.forward",
     "lmdeploy.pytorch.engine.cache_engine.StateCacheEngine.allocate_caches",
     "lmdeploy.pytorch.engine.cache_engine.StateCacheEngine.init_caches",
 )
@@ -354,18 +352,28 @@ def _replaced(
         if original is None:
             yield Difference("replacement", full, where, "LMDeploy has no such name, so this does nothing", False)
             continue
-        why = [*_on_ours(host, full, module, name, original), *_other_signature(tree, file, node, original)]
+        hooks = _hooks(host, module, name, original)
+        if KEPT in hooks:
+            yield Difference("replacement", full, where, f"hook {KEPT} of this package puts it back", False)
+            continue
+        why = [*_on_ours(full, hooks), *_other_signature(tree, file, node, original)]
         if why:
             quantised = QUANTISED in file.parts
             note = " (quantised weights only)" if quantised else ""
             yield Difference("replacement", full, where, "; ".join(why) + note, not quantised)
 
 
-def _on_ours(host: Tree, full: str, module: str, name: str, original: Found) -> Iterator[str]:
-    """Say that a replacement takes the place of something this package stands on."""
+def _hooks(host: Tree, module: str, name: str, original: Found) -> set[str]:
+    """Return the hooks, of those that a card has, whose seams a name of LMDeploy is."""
     places = {(module, name), (_module(host, original.file), name)}
-    cpu_only = {p.hook for p in patches.PATCHES} - {p.hook for p in patches.PATCHES if "ascend" in p.vendors}
-    hooks = {s.hook for s in contract.SEAMS if (s.module, s.name) in places} - cpu_only - set(ROBUST)
+    on_a_card = {p.hook for p in patches.PATCHES if "ascend" in p.vendors}
+    cpu_only = {p.hook for p in patches.PATCHES} - on_a_card
+    return {s.hook for s in contract.SEAMS if (s.module, s.name) in places} - cpu_only
+
+
+def _on_ours(full: str, hooks: set[str]) -> Iterator[str]:
+    """Say that a replacement takes the place of something this package stands on."""
+    hooks = hooks - set(ROBUST)
     if hooks:
         yield f"dlinfer's replaces the one that hook {', '.join(sorted(hooks))} of this package has wrapped"
     if full in STANDS_ON:

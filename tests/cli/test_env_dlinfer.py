@@ -234,12 +234,16 @@ def test_an_implementation_that_takes_less_than_it_is_given_is_named(small: Smal
             "def patch():\n    from lmdeploy.pytorch.models.qwen3_5 import Qwen3_5GatedDeltaNet\n"
             "    def forward(self, hidden_states, past_key_value, gated_delta_meta):\n        pass\n"
             "    Qwen3_5GatedDeltaNet.forward = forward\n",
-            "replacement", "lmdeploy.pytorch.models.qwen3_5.Qwen3_5GatedDeltaNet.forward", "LMDeploy's own", True,
+            "replacement", "lmdeploy.pytorch.models.qwen3_5.Qwen3_5GatedDeltaNet.forward", "hook H20", False,
         ),
         (
             "from lmdeploy.pytorch.configurations.qwen3_5 import Qwen3_5ModelConfigBuilder\n"
             "Qwen3_5ModelConfigBuilder.build = None\n",
-            "replacement", "lmdeploy.pytorch.configurations.qwen3_5.Qwen3_5ModelConfigBuilder.build", "hook H9", True,
+            "replacement", "lmdeploy.pytorch.configurations.qwen3_5.Qwen3_5ModelConfigBuilder.build", "hook H20", False,
+        ),
+        (
+            "from lmdeploy.pytorch.paging.scheduler import Scheduler\nScheduler.schedule_metrics = None\n",
+            "replacement", "lmdeploy.pytorch.paging.scheduler.Scheduler.schedule_metrics", "hook H19", True,
         ),
         (
             "from lmdeploy.pytorch.engine.model_agent import BaseModelAgent\n"
@@ -252,7 +256,7 @@ def test_an_implementation_that_takes_less_than_it_is_given_is_named(small: Smal
             "replacement", "lmdeploy.pytorch.config.ModelConfig.nothing", "does nothing", False,
         ),
     ],
-    ids=["module", "name", "guarded", "forward", "hook", "signature", "nothing"],
+    ids=["module", "name", "guarded", "forward", "builder", "hook", "signature", "nothing"],
 )  # fmt: skip
 def test_what_the_extension_does_to_lmdeploy_is_looked_at(
     small: Small, text: str, kind: str, name: str, says: str, fault: bool

@@ -17,6 +17,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
+from . import kept
+
 BACKENDS: Final = "lmdeploy.pytorch.backends"
 ASCEND: Final = "lmdeploy.pytorch.backends.dlinfer.ascend"
 PARSERS: Final = "lmdeploy.serve.parsers"
@@ -32,7 +34,7 @@ class Seam:
     """One function, class or set of fields of the host.
 
     Attributes:
-        hook: the hook it belongs to (H1 … H19, docs/en/hosts.md).
+        hook: the hook it belongs to (H1 … H20, docs/en/hosts.md).
         module: dotted module name.
         name: qualified name in it.
         parameters: the parameter names in order for a function ("*" and "**" included), the annotated fields needed
@@ -488,6 +490,12 @@ SEAMS: Final = (
         "StateManager.get_num_free",
         _names("self"),
         "free state slots",
+    ),
+    *(
+        Seam("H20", module, name, None, "has to be the host's or ours after dlinfer's start-up")
+        for module, names in kept.NAMES.items()
+        for name in names
+        if module == kept.GATED_DELTA or name not in kept.LAYERS
     ),
     Seam(
         "H14",

@@ -14,7 +14,7 @@ from typing import Any, Final
 from wrapt.importer import when_imported
 
 from ... import envs
-from . import contract, paging, pools, processes, requests, scheduling
+from . import contract, kept, paging, pools, processes, requests, scheduling
 from .models.glm5_next import register as glm5_next
 
 logger = logging.getLogger("dlinfer_ext")
@@ -264,6 +264,17 @@ PATCHES: Final = (
         "nothing tells slots and blocks that were not freed from those that are in use",
         "LMDeploy's metrics count state slots, and blocks without those of the prefix cache",
     ),
+    *(
+        Patch(
+            "H20",  # after H9, whose builder is one that stays
+            module,
+            _BOTH,
+            partial(kept.keep, names=names),
+            "dlinfer's start-up puts forms of an older LMDeploy there, which take the state pools for others",
+            "dlinfer replaces nothing that LMDeploy builds by a spec",
+        )
+        for module, names in kept.NAMES.items()
+    ),
     Patch(
         "H6",
         "lmdeploy.pytorch.ray",
@@ -349,7 +360,7 @@ def _apply(patch: Patch, module: ModuleType) -> None:
 def reapply() -> None:
     """Put back what the vendor's own start-up may have replaced (dlinfer patches the same names on a card)."""
     for patch in PATCHES:
-        if patch.hook in ("H2", "H5") and patch.key in _done and _vendor in patch.vendors:
+        if patch.hook in ("H2", "H5", "H20") and patch.key in _done and _vendor in patch.vendors:
             _done[patch.key] = patch.apply(sys.modules[patch.module])
 
 
