@@ -30,6 +30,8 @@ VARIABLES = r"(?:[A-Z_]+=\S+ )*"
 HOW: Final = {
     "make": (r"make [a-z-]+", "the target exists; .ci/run runs those that need no card"),
     "own": (rf"{VARIABLES}python -m dlinfer_ext ", "tests/packaging/test_docs.py; `verify --` by make verify"),
+    "explain": (r"dlinfer-ext explain-state ", "here, on what the example with DLINFER_EXT_DUMP leaves"),
+    "cost": (r"python -m tests\.ops\.check_cost$", "not run: it measures, and decides nothing"),
     "mutate": (r"python -m tests\.mutate --fault \w+$", "make mutate; test_docs.py checks the name"),
     "pytest": (rf"{VARIABLES}python -m pytest ", "here: what it names is collected; make test runs it"),
     "example": (rf"{VARIABLES}python examples/(offline|compare)\w+\.py", "here, as it stands"),
@@ -131,10 +133,15 @@ def test_a_python_line_runs(line: str) -> None:
 @pytest.mark.long
 @pytest.mark.lmdeploy
 @pytest.mark.parametrize("line", of("example"))
-def test_an_example_runs_as_it_stands(line: str) -> None:
-    done = here(line)
+def test_an_example_runs_as_it_stands(line: str, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    done = here(f"cd {tmp_path} && {line}")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "tokens" in done.stdout
+    for explain in of("explain") if "DLINFER_EXT_DUMP=" in line else ():
+        done = here(f"cd {tmp_path} && {explain}")
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        assert done.stdout
 
 
 # The servers of this CPU, each with the name it gets: PATH is the reader's model.
