@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from torch import Tensor, inf
+from torch import bool as bool_
 
 from ._access import KINDS, Arguments, Entries, Plan, Problem, plan_call
 from ._checks import require
@@ -55,8 +56,7 @@ def _inputs(plan: Plan, arguments: Arguments) -> Iterator[Problem]:
         values = kind.packed(name, arguments)
         if not values.numel():
             continue
-        bad = values.isnan() | (values == inf) if name in kind.resets else ~values.isfinite()
-        tokens = (bad.flatten(1).any(1) if bad.dim() > 1 else bad).tolist()
+        tokens = _bad(values, resets=name in kind.resets).tolist()
         for row in plan.rows:
             hit = [t for t in row.tokens if tokens[t]] if row.live else []
             if hit:
@@ -85,10 +85,22 @@ def not_finite(entries: Entries, pool: Tensor) -> int | None:
         return None
     for at in range(0, len(entries.index), _AT_ONCE):
         part = Entries(entries.index[at : at + _AT_ONCE], entries.positions[at : at + _AT_ONCE])
-        bad = ~part.take(pool).flatten(1).isfinite().all(1)
+        bad = _bad(part.take(pool))
         if bool(bad.any()):
             return at + int(bad.int().argmax())
     return None
+
+
+def _bad(values: Tensor, *, resets: bool = False) -> Tensor:
+    """Return bool [n], which of n values [n, ..] are not all finite; with `resets` -inf may be.
+
+    Largest and least are taken because they pass NaN on, and make no copy of a whole state.
+    """
+    flat = values.reshape(len(values), -1)
+    if not flat.numel():
+        return flat.new_zeros(len(flat), dtype=bool_)
+    good = flat.amax(1) < inf
+    return ~good if resets else ~(good & (flat.amin(1) > -inf))
 
 
 def _what(values: Tensor) -> str:
