@@ -102,7 +102,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "compare",
         "compare two files of results: what got slower beside its baselines, asks for more, or is gone",
         "Ratios to baselines are compared, never milliseconds; and counts of calls, host reads, launches and bytes, "
-        "which are the same on any machine. Versions that differ are named. Exit code 1: a case got slower, asks for "
+        "which are the same on any machine. A ratio that fell while its quartiles overlap is named as unclear and is "
+        "no failure. Versions that differ are named. Exit code 1: a case got slower, asks for "
         "more, no longer holds, or vanished; it is named.",
     )
     both.add_argument("old", type=Path, metavar="OLD.json")

@@ -19,7 +19,8 @@ class Comparison:
     """What differs, in lines for a reader.
 
     Attributes:
-        slower: cases whose ratio to a baseline fell by more than the limit.
+        slower: cases whose ratio to a baseline fell by more than the limit, quartiles apart.
+        unclear: the same with quartiles that overlap, and targets missed within them: noise until it is measured again.
         more: cases that make more calls, host reads or launches, or move more bytes, by more than the limit; any host
             read where there was none.
         vanished: cases, and baselines of cases, that the new record lacks.
@@ -31,6 +32,7 @@ class Comparison:
     """
 
     slower: list[str] = field(default_factory=list)
+    unclear: list[str] = field(default_factory=list)
     more: list[str] = field(default_factory=list)
     vanished: list[str] = field(default_factory=list)
     failing: list[str] = field(default_factory=list)
@@ -74,7 +76,10 @@ def compare(old: Record, new: Record, limit: float = 1.25) -> Comparison:
         _times(case, now, limit, found)
         found.more += _counts(case, now, limit)
         if case.held and not now.held:
-            found.failing.append(f"{case.name}: {'; '.join(now.problems) or 'misses its target or memory limit'}")
+            side = next(iter(now.baselines.values()), None)
+            noise = now.model_copy(update={"target": None}).held and side and side.high >= (now.target or 0)
+            why = "; ".join(now.problems) or "misses its target or memory limit"
+            (found.unclear if noise else found.failing).append(f"{case.name}: {why}")
     found.appeared = list(after)
     return found
 
@@ -99,7 +104,8 @@ def _times(case: Result, now: Result, limit: float, found: Comparison) -> None:
             continue
         both += 1
         if before.speedup > beside.speedup * limit:
-            found.slower.append(
+            apart = beside.high < before.low
+            (found.slower if apart else found.unclear).append(
                 f"{case.name}, beside {name}: {before.speedup:.2f} → {beside.speedup:.2f} times as fast "
                 f"({before.speedup / beside.speedup:.2f} > {limit:g}; quartiles {before.low:.2f}-{before.high:.2f} → "
                 f"{beside.low:.2f}-{beside.high:.2f})"

@@ -145,6 +145,7 @@ def lines(found: Comparison, limit: float) -> list[str]:
     """Return a comparison for a terminal."""
     titles = {
         "slower": "slower",
+        "unclear": "unclear, measure again",
         "more": "asks for more",
         "vanished": "vanished",
         "failing": "no longer holds",

@@ -305,6 +305,18 @@ def test_equal_records_hold_however_fast_the_machine(tmp_path: Path, capsys: pyt
     assert "holds: 1 ratios compared with limit 1.25" in capsys.readouterr().out
 
 
+def test_what_may_be_noise_is_named_and_does_not_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def noisy(speedup: float, **more: Any) -> Result:
+        return result(baselines={"loop": Baseline(ms=1, speedup=speedup, low=1.0, high=9.0)}, **more)
+
+    assert compared(record(noisy(8.0, target=4.0)), record(noisy(2.0, target=4.0)), tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "unclear, measure again: a case, beside loop: 8.00 → 2.00" in out
+    assert "unclear, measure again: a case: misses its target" in out
+    limit = {"extra_memory": 3.0, "memory_limit": 1.0}  # which is no matter of noise
+    assert bench_compare.compare(record(noisy(8.0)), record(noisy(8.0, **limit))).failing != []
+
+
 def test_a_case_that_got_slower_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new = record(result(speedup=3.0))
     assert compared(record(result()), new, tmp_path) == 1
@@ -342,7 +354,7 @@ def test_what_vanished_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_case_that_no_longer_holds_is_named() -> None:
-    old, new = (record(result(target=t)) for t in (3.9, 4.1))
+    old, new = (record(result(target=t)) for t in (3.9, 4.5))
     assert bench_compare.compare(old, new).failing == ["a case: misses its target or memory limit"]
 
 
