@@ -9,6 +9,7 @@ from sphinx.search.zh import SearchChinese
 project = "dlinfer_ext"
 extensions = ["myst_parser"]
 language = "en"
+smartquotes = False  # options and code keep their own signs
 html_theme = "furo"
 html_title = project
 html_copy_source = html_show_sourcelink = False

@@ -313,7 +313,7 @@ def test_following_the_page_adds_an_operator(tmp_path: Path) -> None:
                 "FAMILIES": "FAMILIES: Final = (" if "toolchain" in files[0] else "FAMILIES = (",
             }
             name = first.split()[2]
-            insert(files[0], where[name], f"{body.strip()} " if name == "FAMILIES" else body)
+            insert(files[0], where[name], first.partition(".py: ")[2] + " " if name == "FAMILIES" else body)
     (row,) = (b for b in blocks(ENGLISH / "adding_an_operator.md", "text") if b.startswith("| `soft_cap`"))
     insert("kernels/README.md", "|---|---|---|---|---|---|---|\n", row)
 
