@@ -31,7 +31,7 @@ HOW: Final = {
     "make": (r"make [a-z-]+", "the target exists; .ci/run runs those that need no card"),
     "own": (rf"{VARIABLES}python -m dlinfer_ext ", "tests/packaging/test_docs.py; `verify --` by make verify"),
     "explain": (r"dlinfer-ext explain-state ", "here, on what the example with DLINFER_EXT_DUMP leaves"),
-    "cost": (r"python -m tests\.ops\.check_cost$", "not run: it measures, and decides nothing"),
+    "cost": (r"python -m tests\.ops\.check_cost\b", "not run: it measures, and decides nothing"),
     "mutate": (r"python -m tests\.mutate --fault \w+$", "make mutate; test_docs.py checks the name"),
     "pytest": (rf"{VARIABLES}python -m pytest ", "here: what it names is collected; make test runs it"),
     "example": (rf"{VARIABLES}python examples/(offline|compare)\w+\.py", "here, as it stands"),
