@@ -98,9 +98,7 @@ def test_more_than_one_fault_is_counted() -> None:
     arguments = CALLS["gdn-plain"].arguments()
     put("v", 0, NAN)(arguments)
     put("v", 3, NAN)(arguments)
-    with pytest.raises(
-        ValueError, match=r"wanted finite values \(and 1 more like it\)"
-    ):
+    with pytest.raises(ValueError, match=r"wanted finite values \(and 1 more like it\)"):
         ops.gated_delta_rule(**arguments)
 
 
