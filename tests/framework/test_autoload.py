@@ -57,6 +57,12 @@ def test_no_vendor_says_what_to_set_and_never_takes_the_cpu(tmp_path: Path) -> N
     assert "CpuOpsBackend" not in out.stdout
 
 
+def test_a_vendor_installed_after_the_import_is_served(tmp_path: Path) -> None:
+    later = "import torch, lmdeploy; from dlinfer_ext.framework.lmdeploy import install; install('cpu'); "
+    out = python(later + BACKEND, tmp_path)
+    assert out.stdout.strip() == "CpuOpsBackend", out.stderr
+
+
 def test_no_vendor_through_pipeline_names_the_setting(tmp_path: Path) -> None:
     """LMDeploy's own start-up logs the error of `import dlinfer` and exits."""
     out = python("from lmdeploy.utils import try_import_deeplink; try_import_deeplink('ascend')", tmp_path)

@@ -456,7 +456,7 @@ def _() -> None:
 def _() -> None:
     pool, storage = guarded_pool((2, 3, 1), torch.float32)
     before = storage.clone()
-    with pytest.raises(ValueError, match=r"'conv_state_indices' is 2 in row 1; wanted below the 2 slots"):
+    with pytest.raises(ValueError, match=r"'conv_state_indices' is 2 at row 1; wanted below 2, the slots"):
         causal_conv1d_update(column(1, 1), pool, ONES.t(), conv_state_indices=ints(0, 2), validate_data=True)
     assert torch.equal(storage, before)
 

@@ -345,7 +345,8 @@ def _explain_at_use(message: str) -> None:
     importer.install_hint()
 
     def refuse(_: ModuleType) -> None:
-        raise RuntimeError(message)
+        if _vendor is None:  # one may have been installed since, by a call of `install`
+            raise RuntimeError(message)
 
     when_imported(contract.ASCEND)(refuse)
 
